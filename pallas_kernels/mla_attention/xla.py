@@ -1,0 +1,95 @@
+"""Online softmax over blocks of pages, for every platform XLA compiles for.
+
+The loop runs only as far as the longest history of the step, so one program serves every context length.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from pallas_kernels.mla_attention.api import PageTable
+
+BLOCK_TOKENS = 256
+
+
+def attend(
+    q: jax.Array,
+    positions: jax.Array,
+    pool: jax.Array,
+    table: "PageTable",
+    *,
+    decode: int,
+    tile: int,
+    value_width: int,
+    shares: int,
+    interleave: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.mla_attention`."""
+    tiles = table.pages.shape[0] - decode
+    outs, lses = [], []
+    for seqs, rows, first_seq, first_row in ((decode, 1, 0, 0), (tiles, tile, decode, decode)):
+        if seqs == 0:
+            continue
+        q_SQHD = q[first_row : first_row + seqs * rows].reshape(seqs, rows, *q.shape[1:])
+        out, lse = _attend_sequences(
+            q_SQHD,
+            positions[first_row : first_row + seqs * rows].reshape(seqs, rows),
+            pool,
+            jax.tree.map(lambda x, a=first_seq, b=first_seq + seqs: x[a:b], table),
+            value_width,
+            shares,
+            interleave,
+        )
+        outs.append(out.reshape(seqs * rows, *out.shape[2:]))
+        lses.append(lse.reshape(seqs * rows, -1))
+    return jnp.concatenate(outs), jnp.concatenate(lses)
+
+
+def _attend_sequences(
+    q_SQHD: jax.Array,
+    positions_SQ: jax.Array,
+    pool_PKD: jax.Array,
+    table: "PageTable",
+    value_width: int,
+    shares: int,
+    interleave: int,
+) -> tuple[jax.Array, jax.Array]:
+    S, Q, H, D = q_SQHD.shape
+    page_size = pool_PKD.shape[1]
+    pages_per_block = max(1, BLOCK_TOKENS // page_size)
+    width = -(-table.pages.shape[1] // pages_per_block) * pages_per_block
+    pages_SW = jnp.pad(table.pages, ((0, 0), (0, width - table.pages.shape[1])))
+    L = pages_per_block * page_size
+    q_SND = q_SQHD.reshape(S, Q * H, D)
+    blocks = (table.held.max() + L - 1) // L
+
+    def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top_SN, total_SN, acc_SND = carry
+        pages = jax.lax.dynamic_slice_in_dim(pages_SW, block * pages_per_block, pages_per_block, 1)
+        local = (block * L + jnp.arange(L, dtype=jnp.int32))[None]
+        at_SL = (local // interleave * shares + table.lag[:, None]) * interleave + local % interleave
+        held_SL = local < table.held[:, None]
+        k_SLD = jnp.where(held_SL[..., None], pool_PKD[pages].reshape(S, L, D), 0)
+        # Without the barrier a gather fused into a one-sequence product is wrong on CPU in JAX 0.10.2.
+        k_SLD = jax.lax.optimization_barrier(k_SLD)
+        logits_SNL = jnp.einsum("snd,sld->snl", q_SND, k_SLD, preferred_element_type=jnp.float32)
+        visible_SQL = held_SL[:, None] & (at_SL[:, None] <= positions_SQ[..., None])
+        visible_SNL = jnp.broadcast_to(visible_SQL[:, :, None], (S, Q, H, L)).reshape(S, Q * H, L)
+        logits_SNL = jnp.where(visible_SNL, logits_SNL, -jnp.inf)
+        new_top = jnp.maximum(top_SN, logits_SNL.max(-1))
+        safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+        p_SNL = jnp.exp(logits_SNL - safe_top[..., None])
+        scale = jnp.exp(jnp.where(jnp.isfinite(top_SN), top_SN, -jnp.inf) - safe_top)
+        total = total_SN * scale + p_SNL.sum(-1)
+        part = jnp.einsum("snl,sld->snd", p_SNL.astype(k_SLD.dtype), k_SLD, preferred_element_type=jnp.float32)
+        return new_top, total, acc_SND * scale[..., None] + part
+
+    zero = jnp.zeros((S, Q * H), jnp.float32)
+    start = (jnp.full_like(zero, -jnp.inf), zero, jnp.zeros((S, Q * H, D), jnp.float32))
+    top, total, acc = jax.lax.fori_loop(0, blocks, body, start)
+    some = total > 0
+    safe = jnp.where(some, total, 1.0)
+    out = (acc / safe[..., None]).reshape(S, Q, H, D)[..., :value_width]
+    return out, jnp.where(some, top + jnp.log(safe), -jnp.inf).reshape(S, Q, H)

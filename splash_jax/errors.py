@@ -1,0 +1,33 @@
+"""Errors a user can meet. Each message names the values that clash and the next step."""
+
+
+class SplashError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class LayoutError(SplashError, ValueError):
+    """A layout that is unknown, or that this model or mesh cannot hold."""
+
+
+class ConfigError(SplashError, ValueError):
+    """A model or engine setting that cannot be served."""
+
+
+class CheckpointError(SplashError, ValueError):
+    """A checkpoint file that is damaged, incomplete or of another architecture."""
+
+
+class RequestError(SplashError, ValueError):
+    """A request that can never be served: nothing was queued."""
+
+
+class SwitchRefused(SplashError, RuntimeError):
+    """A switch that does not fit; nothing has changed."""
+
+
+class ProgramMissing(SplashError, RuntimeError):
+    """A step asked for a program that was not compiled ahead of serving."""
+
+
+class PoolCorrupt(SplashError, RuntimeError):
+    """Page accounting contradicts itself: a bug in the engine, never in a request."""

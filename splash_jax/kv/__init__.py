@@ -1,0 +1,5 @@
+"""Paged key-value storage: host page accounting here, device arrays in `kv.store`."""
+
+from splash_jax.kv.pool import PagePool
+
+__all__ = ["PagePool"]

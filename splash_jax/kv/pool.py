@@ -1,0 +1,110 @@
+"""Which page of which rank holds what: the host half of the paged KV store. No jax."""
+
+from collections.abc import Iterable
+
+from splash_jax.errors import PoolCorrupt
+from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages
+
+
+class PagePool:
+    """Pages of every rank under one layout.
+
+    Every page of a rank is in exactly one of: free | held by one request. `check` says so or raises.
+    """
+
+    def __init__(self, layout: Layout, kv: KVShape, pages_per_rank: int) -> None:
+        self.layout, self.kv, self.pages_per_rank = layout, kv, pages_per_rank
+        self._free = [list(range(pages_per_rank - 1, -1, -1)) for _ in range(layout.size)]
+        self._pages: dict[str, dict[int, list[int]]] = {}
+        self._home: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+
+    @classmethod
+    def adopt(cls, manifest: Manifest) -> "PagePool":
+        """The pool that a manifest describes, as after a switch."""
+        pool = cls(manifest.layout, manifest.kv, manifest.pages_per_rank)
+        for name, request in manifest.requests.items():
+            pool._home[name], pool._tokens[name] = request.home, request.num_tokens
+            pool._pages[name] = {rank: list(pages) for rank, pages in request.pages.items()}
+        taken = [{p for pages in pool._pages.values() for p in pages.get(r, ())} for r in range(pool.layout.size)]
+        pool._free = [[p for p in range(pool.pages_per_rank - 1, -1, -1) if p not in t] for t in taken]
+        pool.check()
+        return pool
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def home(self, name: str) -> int:
+        return self._home[name]
+
+    def num_tokens(self, name: str) -> int:
+        return self._tokens[name]
+
+    def pages(self, name: str, rank: int) -> list[int]:
+        """Pages of a request on a rank, in order of position; empty where the rank holds none of it."""
+        return self._pages[name].get(rank, [])
+
+    def add(self, name: str, home: int) -> None:
+        """Begin an empty history whose home is rank `home`."""
+        if name in self._home:
+            raise PoolCorrupt(f"request {name!r} is already in the pool.")
+        self._home[name], self._tokens[name] = home, 0
+        self._pages[name] = {rank: [] for rank in self.layout.holders(home)}
+
+    def shortfall(self, name: str, num_tokens: int) -> int:
+        """Pages that lack, on the worst rank, for a request to grow to `num_tokens`; 0 when it can."""
+        return max(0, *(need - len(self._free[rank]) for rank, need in self._growth(name, num_tokens)))
+
+    def grow(self, name: str, num_tokens: int) -> None:
+        """Take the pages for a history of `num_tokens`. Raises `PoolCorrupt` when they are not there: ask first."""
+        if self.shortfall(name, num_tokens):
+            raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
+        for rank, need in self._growth(name, num_tokens):
+            self._pages[name][rank].extend(self._free[rank].pop() for _ in range(need))
+        self._tokens[name] = max(self._tokens[name], num_tokens)
+
+    def release(self, name: str) -> None:
+        """Give back every page of a request."""
+        for rank, pages in self._pages.pop(name).items():
+            self._free[rank].extend(pages)
+        del self._home[name], self._tokens[name]
+
+    def free_pages(self) -> list[int]:
+        """Free pages of each rank."""
+        return [len(free) for free in self._free]
+
+    def manifest(self) -> Manifest:
+        """What is stored now, as data."""
+        return Manifest(
+            layout=self.layout,
+            kv=self.kv,
+            pages_per_rank=self.pages_per_rank,
+            requests={
+                name: RequestPages(
+                    home=self._home[name],
+                    num_tokens=self._tokens[name],
+                    pages={rank: tuple(pages) for rank, pages in by_rank.items()},
+                )
+                for name, by_rank in self._pages.items()
+            },
+        )
+
+    def check(self, live: Iterable[str] | None = None) -> None:
+        """Raise `PoolCorrupt` unless every page is free or held exactly once, and (if given) only by `live`."""
+        for rank, free in enumerate(self._free):
+            held = [page for pages in self._pages.values() for page in pages.get(rank, ())]
+            if sorted(free + held) != list(range(self.pages_per_rank)):
+                raise PoolCorrupt(
+                    f"rank {rank}: {len(free)} free + {len(held)} held pages are not the {self.pages_per_rank} of the "
+                    f"pool, each once."
+                )
+        if live is not None and (stray := set(self._home) - set(live)):
+            raise PoolCorrupt(f"pages are held for requests that are gone: {sorted(stray)[:8]}.")
+
+    def _growth(self, name: str, num_tokens: int) -> list[tuple[int, int]]:
+        """Further pages that each holder needs: (rank, pages)."""
+        home = self._home[name]
+        return [
+            (rank, self.kv.pages_held(self.layout, self.layout.lag(home, rank), num_tokens) - len(pages))
+            for rank, pages in self._pages[name].items()
+        ]

@@ -1,0 +1,48 @@
+"""Every role an axis can play. To add one: write its file, add its line."""
+
+from collections.abc import Mapping
+
+from splash_jax.errors import LayoutError
+from splash_jax.layouts.cp import ContextParallel
+from splash_jax.layouts.dop import DecoupledOwnership
+from splash_jax.layouts.dp import DataParallel
+from splash_jax.layouts.role import AbstractRole
+from splash_jax.layouts.tp import TensorParallel
+from splash_jax.ownership import Axis, Layout
+
+ROLES: dict[str, AbstractRole] = {
+    role.name: role for role in (TensorParallel(), DataParallel(), ContextParallel(), DecoupledOwnership())
+}
+
+
+def make_layout(roles: str | Mapping[str, str] | Layout, mesh_shape: Mapping[str, int]) -> Layout:
+    """The layout that gives each axis of `mesh_shape` (name -> size) its role.
+
+    `roles` is a role's name (every axis plays it), a mapping axis -> role, the text "node=dop,chip=cp", or a layout,
+    which must be of the same mesh. Raises `LayoutError` for a name that is not known.
+    """
+    if isinstance(roles, Layout):
+        if {axis.name: axis.size for axis in roles.axes} != dict(mesh_shape):
+            raise LayoutError(f"layout {roles} is of another mesh than {dict(mesh_shape)}.")
+        return roles
+    by_axis = _parse(roles, mesh_shape)
+    if set(by_axis) != set(mesh_shape):
+        raise LayoutError(f"layout {roles!r} names axes {sorted(by_axis)}; the mesh has {list(mesh_shape)}.")
+    for axis, role in by_axis.items():
+        if role not in ROLES:
+            raise LayoutError(f"unknown layout {role!r} for axis {axis!r}; choose one of {', '.join(ROLES)}.")
+    return Layout(
+        tuple(
+            Axis(name=name, size=size, role=by_axis[name], placement=ROLES[by_axis[name]].placement)
+            for name, size in mesh_shape.items()
+        )
+    )
+
+
+def _parse(roles: str | Mapping[str, str], mesh_shape: Mapping[str, int]) -> dict[str, str]:
+    if not isinstance(roles, str):
+        return dict(roles)
+    if "=" not in roles:
+        return dict.fromkeys(mesh_shape, roles)
+    parts = [part.split("=", 1) for part in roles.split(",")]
+    return {part[0].strip(): part[-1].strip() for part in parts}

@@ -1,0 +1,168 @@
+"""Where every weight of a DeepSeek-V3 checkpoint goes. Names on the left are ours, on the right Hugging Face's.
+
+Letters: d hidden, H heads, r query rank, c latent, n non-rotary, p rotary, v value, E experts, f expert width,
+F dense width, V vocabulary.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from splash_jax.models.checkpoint import Checkpoint
+from splash_jax.models.config import ModelConfig
+from splash_jax.models.params import Index, Leaf, clip, extent, fill, linear, padded, vector
+
+
+def layer_kind(cfg: ModelConfig, layer: int) -> str:
+    """ "dense" or "moe": layers of one kind share their programs."""
+    return "dense" if layer < cfg.first_dense_layers or cfg.num_experts == 0 else "moe"
+
+
+def model_leaves(cfg: ModelConfig, ranks: int) -> dict[str, Any]:
+    """All weights: {"embed", "final_norm", "lm_head", "layers": [one dict per layer]}, padded for `ranks` ranks."""
+    V, d = cfg.vocab_size, cfg.hidden_size
+    embed = "model.embed_tokens.weight"
+    head = embed if cfg.tie_word_embeddings else "lm_head.weight"
+    return {
+        "embed": _embedding(embed, V, d, ranks),
+        "final_norm": vector("model.norm.weight", d),
+        "lm_head": linear(head, d, V, (None, "ranks"), ranks),
+        "layers": [_layer(cfg, i, ranks) for i in range(cfg.num_layers)],
+    }
+
+
+def ignored(cfg: ModelConfig, name: str) -> bool:
+    """Tensors a checkpoint may hold that serving does not need: multi-token-prediction layers, rotary buffers."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if cfg.tie_word_embeddings and name == "lm_head.weight":
+        return True
+    parts = name.split(".")
+    return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= cfg.num_layers
+
+
+def _layer(cfg: ModelConfig, layer: int, ranks: int) -> dict[str, Any]:
+    p = f"model.layers.{layer}."
+    d = cfg.hidden_size
+    weights: dict[str, Any] = {
+        "attn_norm": vector(p + "input_layernorm.weight", d),
+        "mlp_norm": vector(p + "post_attention_layernorm.weight", d),
+        "attn": _attention(cfg, p + "self_attn."),
+        "moved": _moved(cfg, p + "self_attn."),
+    }
+    if layer_kind(cfg, layer) == "dense":
+        return weights | {"mlp": _mlp(p + "mlp.", d, cfg.intermediate_size, ranks)}
+    weights["moe"] = _moe(cfg, p + "mlp.", ranks)
+    if cfg.num_shared_experts:
+        width = cfg.num_shared_experts * cfg.moe_intermediate_size
+        weights["shared"] = _mlp(p + "mlp.shared_experts.", d, width, ranks)
+    return weights
+
+
+def _attention(cfg: ModelConfig, p: str) -> dict[str, Leaf]:
+    """The part of attention that every rank holds in every layout."""
+    d, r, c, rope = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.qk_rope_head_dim
+    leaves = {
+        "kv_a": linear(p + "kv_a_proj_with_mqa.weight", d, c + rope),
+        "kv_a_norm": vector(p + "kv_a_layernorm.weight", c),
+    }
+    if r is not None:
+        leaves["q_a"] = linear(p + "q_a_proj.weight", d, r)
+        leaves["q_a_norm"] = vector(p + "q_a_layernorm.weight", r)
+    if cfg.attention_bias:
+        leaves["kv_a_bias"] = vector(p + "kv_a_proj_with_mqa.bias", c + rope)
+        leaves["o_bias"] = vector(p + "o_proj.bias", d)
+        if r is not None:
+            leaves["q_a_bias"] = vector(p + "q_a_proj.bias", r)
+    return leaves
+
+
+def _moved(cfg: ModelConfig, p: str) -> dict[str, Leaf]:
+    """The projections that a layout splits by head or keeps whole (Q-B, KV-B and O of Eq. 9)."""
+    d, H, n, v = cfg.hidden_size, cfg.num_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
+    qk = n + cfg.qk_rope_head_dim
+    q_in = d if cfg.q_lora_rank is None else cfg.q_lora_rank
+    q_name = "q_proj.weight" if cfg.q_lora_rank is None else "q_b_proj.weight"
+    return {
+        "q_b": linear(p + q_name, q_in, H * qk, (None, "heads")),
+        "w_uk": _kv_b(cfg, p + "kv_b_proj.weight", slice(0, n), transpose=False),
+        "w_uv": _kv_b(cfg, p + "kv_b_proj.weight", slice(n, n + v), transpose=True),
+        "o": linear(p + "o_proj.weight", H * v, d, ("heads", None)),
+    }
+
+
+def _kv_b(cfg: ModelConfig, name: str, rows: slice, *, transpose: bool) -> Leaf:
+    """Some rows of every head of KV-B: w_uk [H, n, c], or transposed w_uv [H, c, v]."""
+    H, c, per_head = cfg.num_heads, cfg.kv_lora_rank, cfg.qk_nope_head_dim + cfg.v_head_dim
+    width = rows.stop - rows.start
+
+    def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
+        heads = index[0]
+        block = ckpt.read(name, (slice(heads.start * per_head, heads.stop * per_head), slice(0, c)))
+        block = block.reshape(heads.stop - heads.start, per_head, c)[:, rows]
+        return (block.swapaxes(1, 2) if transpose else block)[:, index[1], index[2]]
+
+    shape = (H, c, width) if transpose else (H, width, c)
+    return Leaf(shape=shape, dims=("heads", None, None), sources={name: (H * per_head, c)}, read=read)
+
+
+def _mlp(p: str, d: int, width: int, ranks: int) -> dict[str, Leaf]:
+    """A gated MLP whose width is cut over the ranks: gate_up [d, 2, F], down [F, d]."""
+    names = (p + "gate_proj.weight", p + "up_proj.weight")
+
+    def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
+        columns = clip(index[2], width)
+        blocks = [ckpt.read(name, (columns, index[0])).T for name in names[index[1]]]
+        return fill(extent(index), np.stack(blocks, 1))
+
+    gate_up = Leaf(
+        shape=(d, 2, padded(width, ranks)),
+        dims=(None, None, "ranks"),
+        sources=dict.fromkeys(names, (width, d)),
+        read=read,
+    )
+    return {"gate_up": gate_up, "down": linear(p + "down_proj.weight", width, d, ("ranks", None), ranks)}
+
+
+def _moe(cfg: ModelConfig, p: str, ranks: int) -> dict[str, Leaf]:
+    """Routed experts, whole experts dealt out over the ranks: gate_up [E, d, 2 f], down [E, f, d]. Router in float32."""
+    E, d, f = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
+
+    def names(kind: str, experts: slice) -> list[str]:
+        return [f"{p}experts.{e}.{kind}_proj.weight" for e in range(E)[experts]]
+
+    def read_gate_up(ckpt: Checkpoint, index: Index) -> np.ndarray:
+        experts = clip(index[0], E)
+        pairs = zip(names("gate", experts), names("up", experts), strict=True)
+        blocks = [np.concatenate([ckpt.read(g), ckpt.read(u)]).T[index[1], index[2]] for g, u in pairs]
+        return fill(
+            extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32)
+        )
+
+    def read_down(ckpt: Checkpoint, index: Index) -> np.ndarray:
+        blocks = [ckpt.read(n).T[index[1], index[2]] for n in names("down", clip(index[0], E))]
+        return fill(
+            extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32)
+        )
+
+    every = slice(0, E)
+    up_sources = dict.fromkeys(names("gate", every) + names("up", every), (f, d))
+    dims = ("ranks", None, None)
+    return {
+        "router": linear(p + "gate.weight", d, E, dtype="float32"),
+        "router_bias": vector(p + "gate.e_score_correction_bias", E, dtype="float32"),
+        "gate_up": Leaf(shape=(padded(E, ranks), d, 2 * f), dims=dims, sources=up_sources, read=read_gate_up),
+        "down": Leaf(
+            shape=(padded(E, ranks), f, d),
+            dims=dims,
+            sources=dict.fromkeys(names("down", every), (d, f)),
+            read=read_down,
+        ),
+    }
+
+
+def _embedding(name: str, V: int, d: int, ranks: int) -> Leaf:
+    def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
+        return fill(extent(index), ckpt.read(name, (clip(index[0], V), index[1])))
+
+    return Leaf(shape=(padded(V, ranks), d), dims=("ranks", None), sources={name: (V, d)}, read=read)

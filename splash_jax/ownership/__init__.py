@@ -1,0 +1,26 @@
+"""Who holds what under a layout, and what a switch must move. Pure Python and numpy."""
+
+from splash_jax.ownership.footprint import Footprint, StateBytes, footprint, pages_that_fit
+from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections
+from splash_jax.ownership.manifest import KVShape, Manifest, RequestPages
+from splash_jax.ownership.plan import KVMove, SwitchPlan, WeightMove, apply, plan_switch
+
+__all__ = [
+    "Axis",
+    "Footprint",
+    "History",
+    "KVMove",
+    "KVShape",
+    "Layout",
+    "Manifest",
+    "Placement",
+    "Projections",
+    "RequestPages",
+    "StateBytes",
+    "SwitchPlan",
+    "WeightMove",
+    "apply",
+    "footprint",
+    "pages_that_fit",
+    "plan_switch",
+]

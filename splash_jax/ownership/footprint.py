@@ -1,0 +1,74 @@
+"""Bytes of state per rank under a layout, and how many pages a budget leaves (arXiv 2609.37626, Eq. 1, 5, 6)."""
+
+import math
+from dataclasses import dataclass
+
+from splash_jax.errors import ConfigError
+from splash_jax.ownership.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Sizes that do not depend on the layout. All in bytes."""
+
+    projections: int  # one layer's attention projections whose placement changes (Eq. 9), one whole copy
+    common: int  # everything that stays as it is in every layout, per rank
+    kv_per_token: int  # one layer's history, per token
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What one rank holds under a layout. Bytes, except `pages`."""
+
+    common: int
+    projections: int
+    kv: int
+    pages: int
+    transit: int  # room for one layer on the move during a switch (Eq. 5)
+
+    @property
+    def total(self) -> int:
+        return self.common + self.projections + self.kv + self.transit
+
+
+def projection_bytes(state: StateBytes, layout: Layout) -> int:
+    """Bytes of attention projections per rank: W_A, or W_A / T where they are split."""
+    return state.projections * state.num_layers // layout.head_shards
+
+
+def pages_that_fit(
+    state: StateBytes, layout: Layout, *, page_size: int, budget: int, reserve: int, most: int | None = None
+) -> int:
+    """Pages per rank that `budget` bytes leave under a layout, room for one layer in transit kept free.
+
+    Raises `ConfigError` with the bytes that lack when not a single page fits.
+    """
+    page = page_size * state.kv_per_token
+    fixed = state.common + projection_bytes(state, layout) + state.projections + reserve
+    pages = (budget - fixed) // (page * (state.num_layers + 1))
+    if pages < 1:
+        short = fixed + page * (state.num_layers + 1) - budget
+        raise ConfigError(
+            f"layout {layout} does not fit: {budget} bytes per rank lack {short} bytes for one page of {page_size} "
+            f"tokens beside {fixed} bytes of weights, transit and reserve. Raise kv_budget_bytes or use more devices."
+        )
+    return pages if most is None else min(pages, most)
+
+
+def footprint(state: StateBytes, layout: Layout, *, pages: int, page_size: int) -> Footprint:
+    """What a rank holds with `pages` pages allocated under `layout`."""
+    page = page_size * state.kv_per_token
+    return Footprint(
+        common=state.common,
+        projections=projection_bytes(state, layout),
+        kv=pages * page * state.num_layers,
+        pages=pages,
+        transit=state.projections + pages * page,
+    )
+
+
+def kv_bytes(state: StateBytes, layout: Layout, num_tokens: list[int]) -> int:
+    """History bytes on the busiest rank for balanced requests (Eq. 1): Bks, or Bks / T where nothing is redundant."""
+    total = sum(num_tokens) * state.kv_per_token * state.num_layers
+    return math.ceil(total / (layout.owner_groups * layout.position_shares))

@@ -1,0 +1,131 @@
+"""A layout as a value: which placement every axis of the attention mesh has.
+
+Everything else about state is derived from two facts per axis (arXiv 2609.37626, section 2): are the attention
+projections split by head over it, and which of its ranks hold a request's history. Ranks are numbered row-major
+over the axes, as `jax.sharding.Mesh.devices.flat` numbers them.
+"""
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class Projections(enum.Enum):
+    """Where the attention projections of one axis live."""
+
+    SPLIT = "split"
+    WHOLE = "whole"
+
+
+class History(enum.Enum):
+    """Which ranks of one axis hold a request's history."""
+
+    ALL = "all"
+    REQUEST = "request"
+    POSITION = "position"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One cell of the grid of roles."""
+
+    projections: Projections
+    history: History
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis of the attention mesh, the role it plays, and what that role says about state."""
+
+    name: str
+    size: int
+    role: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A placement for every axis of the mesh. Two layouts are equal when they place everything alike."""
+
+    axes: tuple[Axis, ...]
+
+    def __str__(self) -> str:
+        if len(self.axes) == 1:
+            return self.axes[0].role
+        return ",".join(f"{axis.name}={axis.role}" for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, T."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def head_axes(self) -> tuple[str, ...]:
+        """Axes over which the projections are split by head."""
+        return tuple(a.name for a in self.axes if a.placement.projections is Projections.SPLIT)
+
+    @property
+    def owner_axes(self) -> tuple[str, ...]:
+        """Axes over which a history has one owner."""
+        return tuple(a.name for a in self.axes if a.placement.history is History.REQUEST)
+
+    @property
+    def position_axes(self) -> tuple[str, ...]:
+        """Axes over which the positions of a history are dealt out."""
+        return tuple(a.name for a in self.axes if a.placement.history is History.POSITION)
+
+    @property
+    def head_shards(self) -> int:
+        return self._count(self.head_axes)
+
+    @property
+    def owner_groups(self) -> int:
+        """Number of groups of ranks that own disjoint requests."""
+        return self._count(self.owner_axes)
+
+    @property
+    def position_shares(self) -> int:
+        """Number of shares that the positions of one history are dealt into."""
+        return self._count(self.position_axes)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank holds every history."""
+        return self.owner_groups == 1 and self.position_shares == 1
+
+    def group_of(self, rank: int) -> int:
+        """Owner group of a rank: 0 <= group < owner_groups."""
+        return self._index(rank, self.owner_axes)
+
+    def share_of(self, rank: int) -> int:
+        """Share of positions that a rank holds: 0 <= share < position_shares."""
+        return self._index(rank, self.position_axes)
+
+    def holders(self, home: int) -> tuple[int, ...]:
+        """Ranks that hold some of the history of a request whose home is `home`."""
+        group = self.group_of(home)
+        return tuple(rank for rank in range(self.size) if self.group_of(rank) == group)
+
+    def lag(self, home: int, rank: int) -> int:
+        """How many blocks of positions after `home` this rank's first block comes: it holds blocks lag, lag + n, ..."""
+        return (self.share_of(rank) - self.share_of(home)) % self.position_shares
+
+    def _count(self, names: tuple[str, ...]) -> int:
+        return math.prod(axis.size for axis in self.axes if axis.name in names)
+
+    def _index(self, rank: int, names: Iterable[str]) -> int:
+        coordinates = np.unravel_index(rank, [axis.size for axis in self.axes])
+        chosen = [
+            (int(c), axis.size) for c, axis in zip(coordinates, self.axes, strict=True) if axis.name in names
+        ]
+        index = 0
+        for coordinate, size in chosen:
+            index = index * size + coordinate
+        return index

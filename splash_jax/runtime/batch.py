@@ -1,0 +1,164 @@
+"""Build the arrays of one step from what the scheduler chose. Plain numpy; nothing here decides anything.
+
+Rows are laid out by owner group: decode rows first, then tiles of prompt rows, then padding (position -1), so that padding is
+never written, attended from, sampled or routed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from splash_jax.kv import PagePool
+from splash_jax.ownership import Layout
+from splash_jax.runtime.shapes import MAX_STOP_IDS, Bucket, Shapes, groups, sample_rows
+
+FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+INT_FIELDS = ("slot", "top_k", "seed", "sample", "token", "ban_stops", "top_logprobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How the next token of a request is drawn."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    seed: int = 0
+    sample: int = 0  # which of the n samples of one prompt
+    token: int = 0  # how many tokens the request has generated before this one
+    banned: tuple[int, ...] = ()  # stop ids that may not come yet
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one request does in a step: rows at positions start .. start + n - 1.
+
+    `ids` i32[n] are the tokens of those rows; None means one row whose token is the last one drawn in `slot`, which
+    only the device may know yet. `draw` is set when the last row's token is to be drawn.
+    """
+
+    name: str
+    slot: int
+    start: int
+    ids: np.ndarray | None
+    draw: Draw | None = None
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.ids is None else len(self.ids)
+
+
+class Batch(NamedTuple):
+    """One step's inputs. G stands for the sizes of the owner axes, T for all ranks, S for sampled rows."""
+
+    rows: np.ndarray  # i32[3, G..., R]: token (-1: the slot's last), slot, position (-1: padding). Replicated
+    local: np.ndarray  # i32[T, X]: per rank, see `unpack_local`
+    picks: np.ndarray  # i32[G..., sequences]: row that each sequence samples. Replicated
+    floats: np.ndarray  # f32[S, len(FLOAT_FIELDS)]: dealt over all ranks
+    ints: np.ndarray  # i32[S, len(INT_FIELDS) + MAX_STOP_IDS]: dealt over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the batch put things, for reading the step's results back."""
+
+    sampled: dict[str, int] = field(default_factory=dict)  # request -> row of the sampler
+    rows: dict[str, np.ndarray] = field(default_factory=dict)  # request -> flat row indices, in order of position
+
+
+def local_size(shapes: Shapes, layout: Layout, bucket: Bucket) -> int:
+    return bucket.rows + bucket.sequences * (shapes.table_width(layout) + 2)
+
+
+def unpack_local(shapes: Shapes, layout: Layout, bucket: Bucket, local):  # noqa: ANN001, ANN201 (numpy or jax)
+    """Split i32[X] into write slots [R], pages [S, W], held [S] and lag [S]."""
+    R, S, W = bucket.rows, bucket.sequences, shapes.table_width(layout)
+    pages = local[R : R + S * W].reshape(S, W)
+    rest = local[R + S * W :]
+    return local[:R], pages, rest[:S], rest[S:]
+
+
+def build_batch(
+    shapes: Shapes, layout: Layout, bucket: Bucket, pool: PagePool, works: Sequence[Work]
+) -> tuple[Batch, Places]:
+    """Lay `works` out in `bucket`. The pages of every row must have been taken in `pool` before.
+
+    Raises ValueError when they do not fit: the scheduler promised that they would.
+    """
+    G, R, S = groups(layout), bucket.rows, bucket.sequences
+    n_groups, page_size = layout.owner_groups, shapes.kv.page_size
+    rows = np.zeros((3, n_groups, R), np.int32)
+    rows[2] = -1
+    local = np.zeros((layout.size, local_size(shapes, layout, bucket)), np.int32)
+    views = [unpack_local(shapes, layout, bucket, local[rank]) for rank in range(layout.size)]
+    for write, _, _, _ in views:
+        write[:] = pool.pages_per_rank * page_size  # out of bounds: dropped
+    picks = np.zeros((n_groups, S), np.int32)
+    total = sample_rows(layout, bucket)
+    floats = np.tile(np.asarray([0, 1, 0, 0, 0, 1], np.float32), (total, 1))
+    ints = np.full((total, len(INT_FIELDS) + MAX_STOP_IDS), -1, np.int32)
+    ints[:, 1 : len(INT_FIELDS)] = 0
+    ints[:, 0] = shapes.slots  # out of bounds: dropped
+    used = [[0, 0] for _ in range(n_groups)]
+    places = Places()
+    for work in works:
+        home = pool.home(work.name)
+        group = layout.group_of(home)
+        at = []
+        for first_row, sequence, begin, count in _pieces(bucket, used[group], work):
+            row = slice(first_row, first_row + count)
+            positions = np.arange(work.start + begin, work.start + begin + count)
+            rows[0, group, row] = -1 if work.ids is None else work.ids[begin : begin + count]
+            rows[1, group, row] = work.slot
+            rows[2, group, row] = positions
+            at.append(group * R + np.arange(first_row, first_row + count))
+            for rank in layout.holders(home):
+                lag = layout.lag(home, rank)
+                write, pages, held, lags = views[rank]
+                mine = np.asarray(pool.pages(work.name, rank), np.int32)
+                held[sequence] = shapes.kv.tokens_held(layout, lag, int(positions[-1]) + 1)
+                lags[sequence] = lag
+                pages[sequence, : len(mine)] = mine
+                here = shapes.kv.lag_of(layout, positions) == lag
+                index = shapes.kv.local_index(layout, positions[here])
+                write[first_row + np.flatnonzero(here)] = mine[index // page_size] * page_size + index % page_size
+            last_row, last_sequence = first_row + count - 1, sequence
+        places.rows[work.name] = np.concatenate(at)
+        if work.draw is not None:
+            picks[group, last_sequence] = last_row
+            sampled = group * S + last_sequence
+            places.sampled[work.name] = sampled
+            _fill_draw(floats[sampled], ints[sampled], work.draw, work.slot)
+    shape = lambda x, lead: x.reshape(*lead, *G, x.shape[-1])  # noqa: E731
+    return Batch(shape(rows, (3,)), local, shape(picks, ()), floats, ints), places
+
+
+def _pieces(bucket: Bucket, used: list[int], work: Work) -> list[tuple[int, int, int, int]]:
+    """Cut a work into sequences: (first row, sequence, first of its rows, rows). Advances `used` (decode rows, tiles)."""
+    if work.rows == 1 and used[0] < bucket.decode:
+        used[0] += 1
+        return [(used[0] - 1, used[0] - 1, 0, 1)]
+    pieces = []
+    for begin in range(0, work.rows, max(bucket.tile, 1)):
+        if used[1] == bucket.tiles:
+            raise ValueError(f"request {work.name!r} with {work.rows} rows does not fit bucket {bucket}.")
+        first = bucket.decode + used[1] * bucket.tile
+        pieces.append((first, bucket.decode + used[1], begin, min(bucket.tile, work.rows - begin)))
+        used[1] += 1
+    return pieces
+
+
+def _fill_draw(floats: np.ndarray, ints: np.ndarray, draw: Draw, slot: int) -> None:
+    floats[:] = [getattr(draw, name) for name in FLOAT_FIELDS]
+    seed = np.uint32(draw.seed).view(np.int32)
+    ints[: len(INT_FIELDS)] = [
+        slot, draw.top_k, seed, draw.sample, draw.token, len(draw.banned) > 0, draw.top_logprobs
+    ]  # fmt: skip
+    ints[len(INT_FIELDS) : len(INT_FIELDS) + len(draw.banned)] = draw.banned

@@ -1,0 +1,64 @@
+"""The static shapes of a step: what a compiled program is keyed by."""
+
+import math
+from dataclasses import dataclass
+
+from splash_jax.models.config import ModelConfig
+from splash_jax.models.mla import latent_width
+from splash_jax.ownership import KVShape, Layout
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_IDS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Rows that one owner group has room for in a step: `decode` single rows, then `tiles` tiles of `tile` rows."""
+
+    decode: int
+    tiles: int
+    tile: int
+
+    @property
+    def rows(self) -> int:
+        return self.decode + self.tiles * self.tile
+
+    @property
+    def sequences(self) -> int:
+        """Runs of rows of one request: at most one row of each is sampled."""
+        return self.decode + self.tiles
+
+    def __str__(self) -> str:
+        return f"{self.decode}+{self.tiles}x{self.tile}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Everything about an engine that programs depend on and that no layout changes."""
+
+    model: ModelConfig
+    dtype: str
+    kv: KVShape
+    max_model_len: int
+    slots: int  # requests that may run at once
+    penalties: bool  # whether token counts are kept per slot
+    attention_backend: str = "xla"
+
+    @property
+    def width(self) -> int:
+        """Numbers stored per token and layer."""
+        return latent_width(self.model)
+
+    def table_width(self, layout: Layout) -> int:
+        """Pages of one request that a rank holds at most."""
+        return self.kv.pages_held(layout, 0, self.max_model_len)
+
+
+def groups(layout: Layout) -> tuple[int, ...]:
+    """Sizes of the owner axes: the leading dimensions of rows."""
+    return tuple(axis.size for axis in layout.axes if axis.name in layout.owner_axes)
+
+
+def sample_rows(layout: Layout, bucket: Bucket) -> int:
+    """Rows that the sampler sees, padded so that every rank samples as many."""
+    return math.ceil(layout.owner_groups * bucket.sequences / layout.size) * layout.size

@@ -1,0 +1,100 @@
+"""The pieces of a step as functions of local views, to be run in `jax.shard_map` over a layout's mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla_attention import PageTable, mla_attention
+from splash_jax.layouts import Exchange
+from splash_jax.models import deepseek_v3 as model
+from splash_jax.ownership import Layout
+from splash_jax.runtime import sampler
+from splash_jax.runtime.batch import unpack_local
+from splash_jax.runtime.sampler import Drawn, SamplerState
+from splash_jax.runtime.shapes import Bucket, Shapes, sample_rows
+
+
+class Step:
+    """The step functions of one layout and bucket. Shapes in comments are local views; see `batch.Batch`."""
+
+    def __init__(self, shapes: Shapes, layout: Layout, bucket: Bucket) -> None:
+        self.shapes, self.layout, self.bucket = shapes, layout, bucket
+        self.exchange = Exchange(layout)
+
+    def embed(self, table: jax.Array, last: jax.Array, rows: jax.Array) -> jax.Array:
+        """Rows' embeddings [groups carried..., R, d]; a row without a token takes the last one of its slot."""
+        ids = jnp.where(rows[0] >= 0, rows[0], last[rows[1]])
+        with jax.named_scope("embed"):
+            part = model.embed(self.shapes.model, table, ids, self.exchange.rank())
+            return self.exchange.reduce_rows(part)
+
+    def layer(
+        self, w: dict[str, Any], x: jax.Array, pool: jax.Array, rows: jax.Array, local: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """One layer: x [groups carried..., R, d] and the layer's pool [1, P, page_size, width], which it updates."""
+        exchange, shapes = self.exchange, self.shapes
+        write, pages, held, lag = unpack_local(shapes, self.layout, self.bucket, local[0])
+        positions = exchange.carried_rows(rows[2])
+        own_positions = exchange.own_rows(positions)
+        stored: list[jax.Array] = []
+
+        def kernel(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return mla_attention(
+                q,
+                own_positions,
+                stored[0],
+                PageTable(pages, held, lag),
+                value_width=shapes.model.kv_lora_rank,
+                tile=self.bucket.tile,
+                shares=self.layout.position_shares,
+                interleave=shapes.kv.interleave,
+                backend=shapes.attention_backend,
+            )
+
+        def attend(family: model.Attention, h: jax.Array) -> jax.Array:
+            history = family.history(exchange.own_rows(h), own_positions)
+            flat = pool[0].reshape(-1, pool.shape[-1])
+            stored.append(flat.at[write].set(history, mode="drop").reshape(pool.shape[1:]))
+            out = exchange.attend(family.queries(h, positions), kernel)
+            return exchange.reduce_heads(family.outputs(out))
+
+        def spread(f: Any, h: jax.Array) -> jax.Array:
+            every = exchange.gather_rows(h)
+            y = f(every.reshape(-1, every.shape[-1]), rows[2].reshape(-1) >= 0, exchange.rank())
+            return exchange.reduce_rows(y.reshape(every.shape))
+
+        x = model.layer(shapes.model, w, x, attend, spread)
+        return x, stored[0][None]
+
+    def head(
+        self,
+        w: dict[str, jax.Array],
+        state: SamplerState,
+        x: jax.Array,
+        picks: jax.Array,
+        floats: jax.Array,
+        ints: jax.Array,
+    ) -> tuple[SamplerState, Drawn]:
+        """Draw a token for the picked row of every sequence; each rank draws its share of them."""
+        exchange, cfg = self.exchange, self.shapes.model
+        mine = exchange.carried_rows(picks)
+        chosen = exchange.gather_rows(jnp.take_along_axis(x, mine[..., None], -2)).reshape(-1, x.shape[-1])
+        total = sample_rows(self.layout, self.bucket)
+        chosen = jnp.pad(chosen, ((0, total - chosen.shape[0]), (0, 0)))
+        names = self.layout.axis_names
+        with jax.named_scope("head"):
+            part = model.logits(cfg, w["final_norm"], w["lm_head"], chosen, exchange.rank())
+            logits = jax.lax.all_to_all(part, names, split_axis=0, concat_axis=1, tiled=True)[:, : cfg.vocab_size]
+        with jax.named_scope("sample"):
+            slots = ints[:, 0]
+            counts = state.counts.at[slots].get(mode="clip") if self.shapes.penalties else None
+            drawn = sampler.draw(logits, floats, ints, counts)
+            both = jnp.stack([slots, drawn.tokens[:, 0]], 1)
+            both = jax.lax.all_gather(both, names, axis=0, tiled=True)
+            return sampler.remember(state, both[:, 0], both[:, 1]), drawn
+
+    def score(self, w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        """Logits of every row, f32[N, V / T]: this rank's part of the vocabulary."""
+        every = self.exchange.gather_rows(x).reshape(-1, x.shape[-1])
+        return model.logits(self.shapes.model, w["final_norm"], w["lm_head"], every, self.exchange.rank())

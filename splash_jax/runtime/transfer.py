@@ -1,0 +1,178 @@
+"""Move one layer's state from one layout to another, on local views inside `jax.shard_map`.
+
+The source's slots are all read before any destination slot is written, in one scatter, so that a pool that keeps its size is
+updated in place.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from splash_jax.ownership import Layout, SwitchPlan, WeightMove
+from splash_jax.ownership.plan import KVMove
+from splash_jax.runtime.shapes import Shapes
+
+
+NOWHERE = 2**30  # beyond every pool: a write there is dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The static shapes of a switch between two layouts: what its programs are keyed by."""
+
+    src: Layout
+    dst: Layout
+    src_pages: int
+    dst_pages: int
+    grain: int  # tokens
+    sends: int  # grains per pair of ranks in one round; with `gathers`, per rank
+    gathers: bool  # all ranks receive everything that is sent
+    locals: int  # grains that a rank may relocate in one round
+    weights: WeightMove
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether no device state can change: only block tables do."""
+        return (
+            self.weights.primitive == "keep"
+            and self.src_pages == self.dst_pages
+            and self.sends == 0
+            and self.locals == 0
+        )
+
+
+class Maps(NamedTuple):
+    """One round of a plan's moves as arrays: slots in grains, out of bounds where there is nothing to move."""
+
+    read: np.ndarray  # i32[T, locals + sends (* T)]: slots read on each rank, local moves first
+    write: np.ndarray  # i32[T, locals + sends * T]: slots written on each rank, local moves first
+
+
+def make_route(
+    shapes: Shapes, src: Layout, dst: Layout, src_pages: int, dst_pages: int, weights: WeightMove, sends: int | None = None
+) -> Route:
+    """The route of a switch. `sends` overrides the number of grains per round, which otherwise holds any all-to-all."""
+    kv, ranks = shapes.kv, src.size
+    dealt = src.position_shares > 1 or dst.position_shares > 1
+    grain = kv.interleave if dealt else kv.page_size
+    per_page = kv.page_size // grain
+    shuffled = grain < kv.page_size
+    gathers = dst.everywhere and not src.everywhere
+    moves = not src.everywhere and (
+        gathers or src.owner_axes != dst.owner_axes or src.position_axes != dst.position_axes
+    )
+    if sends is None:
+        most = max(src_pages, dst_pages) * per_page
+        # What a pair exchanges of a request is rounded up to a grain, so each request may add one.
+        share = math.ceil(most / ranks)
+        # A later round of a gather reads what an earlier one must not have overwritten.
+        one_round = shuffled or src_pages > dst_pages
+        sends = (most if one_round else share) if gathers else min(most, share + shapes.slots)
+    relocated = dst_pages if shuffled else min(dst_pages, max(0, src_pages - dst_pages))
+    return Route(
+        src=src,
+        dst=dst,
+        src_pages=src_pages,
+        dst_pages=dst_pages,
+        grain=grain,
+        sends=sends if moves else 0,
+        gathers=gathers,
+        locals=relocated * per_page,
+        weights=weights,
+    )
+
+
+def make_maps(route: Route, move: KVMove) -> list[Maps]:
+    """The rounds of a plan's moves on a route: one, unless a gather is more uneven than the route has room for."""
+    T = route.src.size
+    if move.grain != route.grain:
+        raise ValueError(f"the plan moves grains of {move.grain} tokens, the route of {route.grain}.")
+    sent = _by_sender(route, move)
+    rounds = max([1] + [math.ceil(len(s) / route.sends) for s in sent.values() if route.sends])
+    if rounds > 1 and not route.gathers:
+        raise ValueError(f"a pair of ranks exchanges {move.busiest_pair} grains; the route has room for {route.sends}.")
+    result = []
+    for step in range(rounds):
+        width = route.sends * (1 if route.gathers else T)
+        read = np.zeros((T, route.locals + width), np.int32)
+        write = np.full((T, route.locals + route.sends * T), NOWHERE, np.int32)
+        if step == 0:
+            for rank, pairs in enumerate(move.local):
+                read[rank, : len(pairs)], write[rank, : len(pairs)] = pairs[:, 0], pairs[:, 1]
+        for key, grains in sent.items():
+            chunk = grains[step * route.sends : (step + 1) * route.sends]
+            source, begin = (key, 0) if route.gathers else (key[0], key[1] * route.sends)
+            at = route.locals + begin
+            read[source, at : at + len(chunk)] = [grain for grain, _ in chunk]
+            for index, (_, targets) in enumerate(chunk):
+                for rank, slot in targets:
+                    write[rank, route.locals + source * route.sends + index] = slot
+        result.append(Maps(read, write))
+    return result
+
+
+def _by_sender(route: Route, move: KVMove) -> dict:
+    """What each buffer carries, in order: source slot -> (rank, slot) of everyone who takes it.
+
+    A buffer belongs to a sender where all ranks receive everything, else to a (sender, receiver) pair.
+    """
+    buffers: dict = {}
+    for (source, destination), pairs in move.sent.items():
+        buffer = buffers.setdefault(source if route.gathers else (source, destination), {})
+        for grain, slot in pairs.tolist():
+            buffer.setdefault(grain, []).append((destination, slot))
+    return {key: list(buffer.items()) for key, buffer in buffers.items()}
+
+
+def move_weights(route: Route, moved: dict[str, jax.Array], head_dims: dict[str, int]) -> dict[str, jax.Array]:
+    """One layer's projections: gathered along the head dimension where the destination keeps them whole, or cut."""
+    sizes = {axis.name: axis.size for axis in route.src.axes}
+    for axis in route.weights.gather_axes:
+        moved = {n: jax.lax.all_gather(w, axis, axis=head_dims[n], tiled=True) for n, w in moved.items()}
+    for axis in route.weights.slice_axes:
+        moved = {n: _own_slice(w, axis, sizes[axis], head_dims[n]) for n, w in moved.items()}
+    return moved
+
+
+def _own_slice(w: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
+    width = w.shape[dim] // size
+    return jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(axis) * width, width, dim)
+
+
+def move_pool(route: Route, pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
+    """One layer's pages [1, src_pages, page_size, width] to [1, dst_pages, page_size, width], one round of moves."""
+    page_size, width = pool.shape[2:]
+    per_page = page_size // route.grain
+    old = pool.reshape(-1, route.grain, width)
+    size = route.dst_pages * per_page
+    new = old[:size] if size <= len(old) else jnp.pad(old, ((0, size - len(old)), (0, 0), (0, 0)))
+    new = scatter_round(route, old, new, read, write)
+    return new.reshape(1, route.dst_pages, page_size, width)
+
+
+def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
+    """Write one round of moves out of `old` into `new`, both [grains, grain, width]."""
+    if route.sends + route.locals == 0:
+        return new
+    names = route.src.axis_names
+    taken = old.at[read[0]].get(mode="clip")
+    arrived = [taken[: route.locals]]
+    if route.sends:
+        buffer = taken[route.locals :]
+        if route.gathers:
+            arrived.append(jax.lax.all_gather(buffer, names, axis=0, tiled=True))
+        else:
+            arrived.append(jax.lax.all_to_all(buffer, names, split_axis=0, concat_axis=0, tiled=True))
+    return new.at[write[0]].set(jnp.concatenate(arrived), mode="drop")
+
+
+def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:
+    """The route that a plan takes."""
+    before, after = plan.before, plan.after
+    return make_route(
+        shapes, before.layout, after.layout, before.pages_per_rank, after.pages_per_rank, plan.weights, sends
+    )

@@ -1,1 +1,1 @@
-"""Kernels, one folder per op: its api, its reference, its kernels, its tuning data. Never imports splash_jax."""
+"""Kernels, one folder per op: its api, reference, kernels and tuning data. Never imports splash_jax."""

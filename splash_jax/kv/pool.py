@@ -51,15 +51,27 @@ class PagePool:
         self._home[name], self._tokens[name] = home, 0
         self._pages[name] = {rank: [] for rank in self.layout.holders(home)}
 
+    def holders(self, name: str) -> list[int]:
+        """Ranks that hold some of a request's history, or will once it is long enough."""
+        return list(self._pages[name])
+
+    def growth(self, name: str, num_tokens: int) -> list[tuple[int, int]]:
+        """Further pages that each holder needs for `num_tokens` tokens: (rank, pages); not above 0 where it has enough."""
+        home = self._home[name]
+        return [
+            (rank, self.kv.pages_held(self.layout, self.layout.lag(home, rank), num_tokens) - len(pages))
+            for rank, pages in self._pages[name].items()
+        ]
+
     def shortfall(self, name: str, num_tokens: int) -> int:
         """Pages that lack, on the worst rank, for a request to grow to `num_tokens`; 0 when it can."""
-        return max(0, *(need - len(self._free[rank]) for rank, need in self._growth(name, num_tokens)))
+        return max(0, *(need - len(self._free[rank]) for rank, need in self.growth(name, num_tokens)))
 
     def grow(self, name: str, num_tokens: int) -> None:
         """Take the pages for a history of `num_tokens`. Raises `PoolCorrupt` when they are not there: ask first."""
         if self.shortfall(name, num_tokens):
             raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
-        for rank, need in self._growth(name, num_tokens):
+        for rank, need in self.growth(name, num_tokens):
             self._pages[name][rank].extend(self._free[rank].pop() for _ in range(need))
         self._tokens[name] = max(self._tokens[name], num_tokens)
 
@@ -100,11 +112,3 @@ class PagePool:
                 )
         if live is not None and (stray := set(self._home) - set(live)):
             raise PoolCorrupt(f"pages are held for requests that are gone: {sorted(stray)[:8]}.")
-
-    def _growth(self, name: str, num_tokens: int) -> list[tuple[int, int]]:
-        """Further pages that each holder needs: (rank, pages)."""
-        home = self._home[name]
-        return [
-            (rank, self.kv.pages_held(self.layout, self.layout.lag(home, rank), num_tokens) - len(pages))
-            for rank, pages in self._pages[name].items()
-        ]

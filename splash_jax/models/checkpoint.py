@@ -237,7 +237,9 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
             f"{file}: {size} bytes, expected at least {8 + length}: the file is cut off. {_AGAIN}"
         )
     try:
-        entries = json.loads(_head(file, 8 + length)[8:])
+        entries = json.loads(str(_head(file, 8 + length)[8:], "utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError(f"it holds a {type(entries).__name__}")
         entries.pop("__metadata__", None)
         spans = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
         end = 0
@@ -246,7 +248,7 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
                 raise ValueError(f"tensor {name!r} starts at byte {start}, the one before it ends at {end}")
             end = stop
         tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file}: the header is damaged ({size} bytes; {error}). {_AGAIN}") from None
     expected = 8 + length + end
     if size != expected:

@@ -156,7 +156,10 @@ class Detokenizer:
 
     def _take(self, end: int, text: str) -> str:
         """Return what `text`, of the window's first `end` tokens, adds, and move the window behind it."""
-        new = text[len(self._before) :]
+        if text.startswith(self._before):
+            new = text[len(self._before) :]
+        else:  # SentencePiece breaks a whole run of bytes at one bad byte, characters returned before too
+            new = self._decode(self._window[self._returned : end])
         if new:
             del self._window[: self._returned]
             self._returned = end - self._returned

@@ -1,5 +1,6 @@
 """Who holds what under a layout, and what a switch must move. Pure Python and numpy."""
 
+from splash_jax.ownership.bucket import Bucket
 from splash_jax.ownership.footprint import Footprint, StateBytes, footprint, pages_that_fit
 from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections
 from splash_jax.ownership.manifest import KVShape, Manifest, RequestPages
@@ -7,6 +8,7 @@ from splash_jax.ownership.plan import KVMove, SwitchPlan, WeightMove, apply, pla
 
 __all__ = [
     "Axis",
+    "Bucket",
     "Footprint",
     "History",
     "KVMove",

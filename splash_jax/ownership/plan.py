@@ -122,7 +122,7 @@ def plan_switch(
             lack = (pages - pages_per_rank) * page_bytes
             raise SwitchRefused(
                 f"switch {now.layout} -> {dst} does not fit: rank {rank} needs {pages} pages and has "
-                f"{pages_per_rank}, it lacks {lack} bytes. Finish or abort requests, or raise kv_budget_bytes."
+                f"{pages_per_rank}, it lacks {lack} bytes. Finish or abort requests, or raise device_memory_bytes."
             )
     grain = math.gcd(now.kv.interleave if now.layout.position_shares > 1 else now.kv.page_size,
                      now.kv.interleave if dst.position_shares > 1 else now.kv.page_size)  # fmt: skip

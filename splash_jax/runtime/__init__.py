@@ -3,12 +3,11 @@
 from splash_jax.runtime.batch import Batch, Draw, Work, build_batch
 from splash_jax.runtime.execute import DeviceState, Results, run_step
 from splash_jax.runtime.programs import Programs, ResetKey, StepKey, SwitchKey, fresh_state
-from splash_jax.runtime.shapes import Bucket, Shapes
+from splash_jax.runtime.shapes import Shapes
 from splash_jax.runtime.transfer import Route, make_maps, make_route, plan_route
 
 __all__ = [
     "Batch",
-    "Bucket",
     "DeviceState",
     "Draw",
     "Programs",

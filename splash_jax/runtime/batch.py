@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from splash_jax.kv import PagePool
-from splash_jax.ownership import Layout
-from splash_jax.runtime.shapes import MAX_STOP_IDS, Bucket, Shapes, groups, sample_rows
+from splash_jax.ownership import Bucket, Layout
+from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_FIELDS = ("slot", "top_k", "seed", "sample", "token", "ban_stops", "top_logprobs")

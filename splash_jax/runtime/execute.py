@@ -9,11 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 from splash_jax.layouts import local_spec
 from splash_jax.models.deepseek_v3_weights import layer_kind
-from splash_jax.ownership import Layout, SwitchPlan
+from splash_jax.ownership import Bucket, Layout, SwitchPlan
 from splash_jax.runtime.batch import Batch
 from splash_jax.runtime.programs import Programs, StepKey, SwitchKey
 from splash_jax.runtime.sampler import Drawn, SamplerState
-from splash_jax.runtime.shapes import Bucket
 from splash_jax.runtime.transfer import Maps, Route, make_maps
 
 

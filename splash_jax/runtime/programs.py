@@ -20,10 +20,10 @@ from splash_jax.kv.store import pool_struct
 from splash_jax.layouts import local_spec, pool_spec, row_spec, weight_spec
 from splash_jax.models.deepseek_v3_weights import layer_kind, model_leaves
 from splash_jax.models.params import Leaf
-from splash_jax.ownership import Layout
+from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.batch import FLOAT_FIELDS, INT_FIELDS, local_size
 from splash_jax.runtime.sampler import Drawn, SamplerState
-from splash_jax.runtime.shapes import MAX_STOP_IDS, Bucket, Shapes, groups, sample_rows
+from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
 from splash_jax.runtime.step import Step
 from splash_jax.runtime.transfer import Route, move_pool, move_weights, scatter_round
 

@@ -69,7 +69,7 @@ def _penalise(
     output = counts % PROMPT
     repeated = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
     out = jnp.where((counts > 0) & (repetition[:, None] != 1), repeated, logits)
-    taken = (output > 0) * presence[:, None] + output.astype(jnp.float32) * frequency[:, None]
+    taken = (output > 0).astype(jnp.float32) * presence[:, None] + output.astype(jnp.float32) * frequency[:, None]
     return jnp.where(((presence != 0) | (frequency != 0))[:, None], out - taken, out)
 
 

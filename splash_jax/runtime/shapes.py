@@ -5,31 +5,10 @@ from dataclasses import dataclass
 
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.mla import latent_width
-from splash_jax.ownership import KVShape, Layout
+from splash_jax.ownership import Bucket, KVShape, Layout
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Rows that one owner group has room for in a step: `decode` single rows, then `tiles` tiles of `tile` rows."""
-
-    decode: int
-    tiles: int
-    tile: int
-
-    @property
-    def rows(self) -> int:
-        return self.decode + self.tiles * self.tile
-
-    @property
-    def sequences(self) -> int:
-        """Runs of rows of one request: at most one row of each is sampled."""
-        return self.decode + self.tiles
-
-    def __str__(self) -> str:
-        return f"{self.decode}+{self.tiles}x{self.tile}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from pallas_kernels.mla_attention import PageTable, mla_attention
 from splash_jax.layouts import Exchange
 from splash_jax.models import deepseek_v3 as model
-from splash_jax.ownership import Layout
+from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime import sampler
 from splash_jax.runtime.batch import unpack_local
 from splash_jax.runtime.sampler import Drawn, SamplerState
-from splash_jax.runtime.shapes import Bucket, Shapes, sample_rows
+from splash_jax.runtime.shapes import Shapes, sample_rows
 
 
 class Step:

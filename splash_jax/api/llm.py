@@ -1,0 +1,254 @@
+"""Offline inference: prompts in, completions out, on a mesh whose attention layout may change while they run."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
+from splash_jax.engine import Engine, EngineConfig, StepRecord
+from splash_jax.errors import RequestError, SplashError
+from splash_jax.layouts import make_layout
+from splash_jax.ownership import SwitchPlan
+from splash_jax.kv import PagePool
+from splash_jax.scheduler import Request, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+
+class LLM:
+    """A model served on `num_devices` devices.
+
+    Args:
+      model: a Hugging Face checkpoint directory of the DeepSeek-V3 family.
+      num_devices: ranks of the attention mesh, T; must divide the attention heads.
+      layout: "tp", "dp", "cp" or "dop": what it starts in.
+      progress: called as progress(what, done, in_all) while weights load and programs compile.
+      **settings: the fields of `EngineConfig`.
+
+    Raises the errors of `splash_jax.errors`, before any device memory is taken.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        num_devices: int = 1,
+        layout: str = "tp",
+        progress: Callable[[str, int, int], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig(model=Path(model), num_devices=num_devices, layout=layout, **settings)
+        self.engine = Engine(config, progress)
+        self._serial = 0
+        self._serial_lock = threading.Lock()
+
+    @property
+    def layout(self) -> str:
+        """The layout of the next step."""
+        return str(self.engine.layout)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """What every step so far did."""
+        return self.engine.records
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        switches: Mapping[int, str] | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids), in order.
+
+        `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch happens inside
+        that step. `on_step` is called with the record of every step whose results were read.
+
+        Raises `RequestError` for a prompt or setting that cannot be served (nothing is queued then), `LayoutError` for
+        an unknown layout, and `SwitchRefused` (after all requests are done) when a switch did not fit.
+        """
+        texts = _prompt_list(prompts)
+        params = _per_prompt(sampling_params, len(texts))
+        ids = [self._encode(text) for text in texts]
+        groups = self._queue(ids, params)
+        self._run([request for group in groups for request in group], switches, on_step)
+        return [
+            self._output(text, group, p) for text, group, p in zip(texts, groups, params, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        switches: Mapping[int, str] | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one conversation or several, rendered with the checkpoint's own chat template."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise RequestError("chat needs a tokenizer; leave skip_tokenizer_init at False.")
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        ids = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        return self.generate(ids, sampling_params, switches=switches, on_step=on_step)
+
+    def logits(self, token_ids: Sequence[int], *, switches: Mapping[int, str] | None = None) -> np.ndarray:
+        """Logits after each of the given tokens, f32[len, vocab], computed by the serving path: chunked and paged."""
+        request = self.engine.add_request(self._name(), list(token_ids), SamplingParams(), score=True)
+        self._run([request], switches, None)
+        return self._take_logits(request)
+
+    def plan(
+        self, src: str | None = None, dst: str = "tp", *, tokens: Sequence[int] | None = None
+    ) -> SwitchPlan:
+        """The plan of a switch, carried out by nobody.
+
+        Of what is live now, seen from `src` (default: the present layout); or, with `tokens`, of requests that hold so
+        many tokens each, owners dealt round-robin.
+        """
+        shape = self.engine.config.mesh_shape
+        source = self.engine.layout if src is None else make_layout(src, shape)
+        target = make_layout(dst, shape)
+        blueprint = self.engine.blueprint
+        if tokens is not None:
+            pool = PagePool(source, blueprint.shapes.kv, blueprint.pages[source])
+            for i, count in enumerate(tokens):
+                pool.add(str(i), i % source.size)
+                if pool.shortfall(str(i), count):
+                    raise RequestError(f"layout {source} has no room for requests of {list(tokens)} tokens.")
+                pool.grow(str(i), count)
+            return self.engine.plan(target, pool.manifest())
+        now = None if source == self.engine.layout else self.engine.plan(source).after
+        return self.engine.plan(target, now)
+
+    def switch(self, dst: str, timeout: float | None = None) -> SwitchPlan:
+        """Switch to `dst` at the next step boundary, from any thread; returns the plan carried out.
+
+        Requests that run keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
+        """
+        future = self.engine.request_switch(dst)
+        while not future.done():
+            self.engine.step()
+        return future.result(timeout)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step boundary."""
+        self.engine.abort(request_id)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.engine.tokenizer is None:
+            raise RequestError("text prompts need a tokenizer; pass token ids or skip_tokenizer_init=False.")
+        return self.engine.tokenizer.encode(prompt)
+
+    def _name(self) -> str:
+        with self._serial_lock:
+            self._serial += 1
+            return str(self._serial - 1)
+
+    def _queue(self, ids: list[list[int]], params: list[SamplingParams]) -> list[list[Request]]:
+        """Queue every sample of every prompt, or none of them."""
+        groups: list[list[Request]] = []
+        try:
+            for prompt, setting in zip(ids, params, strict=True):
+                name, group = self._name(), []
+                groups.append(group)
+                for sample in range(setting.n):
+                    own = name if setting.n == 1 else f"{name}-{sample}"
+                    seed = group[0].seed if group else None
+                    group.append(self.engine.add_request(own, prompt, setting, sample=sample, seed=seed))
+        except SplashError:
+            for request in (r for group in groups for r in group):
+                self.engine.abort(request.name)
+            self._drive(lambda: self.engine.busy)
+            raise
+        return groups
+
+    def _run(
+        self, requests: list[Request], switches: Mapping[int, str] | None, on_step: Callable[[StepRecord], None] | None
+    ) -> None:
+        pending = dict(switches or {})
+        futures, seen = [], len(self.engine.records)
+        step = 0
+        while any(r.finish_reason is None for r in requests):
+            if step in pending:
+                futures.append(self.engine.request_switch(pending.pop(step)))
+            self.engine.step()
+            step += 1
+            if on_step:
+                for record in self.engine.records[seen:]:
+                    on_step(record)
+                seen = len(self.engine.records)
+        self._drive(lambda: self.engine.busy and not self.engine.scheduler.unfinished)
+        for future in futures:
+            future.result(0)
+
+    def _drive(self, condition: Callable[[], bool]) -> None:
+        while condition():
+            self.engine.step()
+
+    def _take_logits(self, request: Request) -> np.ndarray:
+        _, _, rows = self.engine.take(request.name)
+        if rows is None:
+            raise RequestError(f"request {request.name} ended with {request.finish_reason} before it was scored.")
+        return rows
+
+    def _output(self, prompt: Prompt, group: list[Request], params: SamplingParams) -> RequestOutput:
+        outputs = []
+        for request in group:
+            _, text, _ = self.engine.take(request.name)
+            outputs.append(
+                CompletionOutput(
+                    index=request.sample,
+                    text=text,
+                    token_ids=tuple(request.output_ids),
+                    cumulative_logprob=sum(p for p, _ in request.logprobs) if request.logprobs else None,
+                    logprobs=self._logprobs(request) if params.logprobs is not None else None,
+                    finish_reason=request.finish_reason,
+                    stop_reason=request.stop_reason,
+                )
+            )
+        return RequestOutput(
+            request_id=group[0].name.split("-")[0],
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=tuple(group[0].prompt_ids),
+            outputs=tuple(outputs),
+            error=next((r.error for r in group if r.error), None),
+            num_preemptions=sum(r.preemptions for r in group),
+        )
+
+    def _logprobs(self, request: Request) -> tuple[dict[int, Logprob], ...]:
+        decode = self.engine.tokenizer.decode if self.engine.tokenizer else None
+        result = []
+        for token, (own, top) in zip(request.output_ids, request.logprobs, strict=True):
+            values = {i: (p, rank) for rank, (i, p) in enumerate(top, 1)}
+            values.setdefault(token, (own, None))
+            result.append(
+                {
+                    i: Logprob(logprob=p, rank=rank, decoded_token=decode([i], False) if decode else None)
+                    for i, (p, rank) in values.items()
+                }
+            )
+        return tuple(result)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each.")
+    return list(params)

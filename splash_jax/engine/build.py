@@ -1,0 +1,235 @@
+"""From settings to an engine's parts: everything is checked before any device memory is taken."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from splash_jax.engine.config import EngineConfig
+from splash_jax.errors import ConfigError
+from splash_jax.kv.store import empty_pools, pool_struct
+from splash_jax.layouts import attention_mesh, make_layout, weight_spec
+from splash_jax.layouts.specs import check_heads
+from splash_jax.models.checkpoint import Checkpoint
+from splash_jax.models.config import ModelConfig, read_model_config
+from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
+from splash_jax.models.load import leaf_bytes, load_tree
+from splash_jax.models.params import Leaf
+from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit
+from splash_jax.ownership.plan import weight_move
+from splash_jax.runtime import DeviceState, Programs, ResetKey, Shapes, StepKey, SwitchKey, fresh_state, make_route
+from splash_jax.runtime.programs import Key
+from splash_jax.runtime.transfer import Route
+
+log = logging.getLogger("splash_jax")
+
+Progress = Callable[[str, int, int], None]  # what, done, in all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What follows from settings and a model's config alone: no weights, no devices."""
+
+    config: EngineConfig
+    model: ModelConfig
+    shapes: Shapes
+    layouts: Mapping[str, Layout]
+    pages: Mapping[Layout, int]  # per rank
+    buckets: Mapping[Layout, tuple[Bucket, ...]]
+    state: StateBytes
+
+    def route(self, src: Layout, dst: Layout) -> Route:
+        """The route of a switch between two allowed layouts."""
+        weights = weight_move(src, dst, self.state)
+        return make_route(self.shapes, src, dst, self.pages[src], self.pages[dst], weights)
+
+    def keys(self) -> Iterator[Key]:
+        """Every program that serving can ask for."""
+        kinds = [layer_kind(self.model, i) for i in range(self.model.num_layers)]
+        layouts = list(self.layouts.values())
+        for layout in layouts:
+            for bucket in self.buckets[layout]:
+                for part in ("embed", *dict.fromkeys(kinds), "head"):
+                    yield StepKey(part=part, layout=layout, bucket=bucket, pages=self.pages[layout])
+            if self.config.scoring:
+                yield StepKey(part="score", layout=layout, bucket=self.buckets[layout][-1], pages=self.pages[layout])
+        if self.config.penalties:
+            yield ResetKey(layout=layouts[0])
+        for src, dst in permutations(layouts, 2):
+            route = self.route(src, dst)
+            if route.moves_nothing:
+                continue
+            yield SwitchKey(route=route)
+            for kind in dict.fromkeys(kinds[:-1]):
+                yield SwitchKey(route=route, kind=kind, bucket=self.buckets[dst][-1])
+            if route.gathers and route.sends < route.dst_pages * (self.shapes.kv.page_size // route.grain):
+                yield SwitchKey(route=route, more=True)
+
+
+def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
+    """Check settings against the model's config and derive all sizes. Raises the errors a user can meet."""
+    model = read_model_config(config.model)
+    layouts = {name: make_layout(name, config.mesh_shape) for name in config.layouts}
+    for layout in layouts.values():
+        check_heads(layout, model.num_heads)
+    longest = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
+    if longest > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {longest} is more than the model's context of {model.max_position_embeddings}."
+        )
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    width = model.kv_lora_rank + model.qk_rope_head_dim
+    kv = KVShape(
+        page_size=config.block_size, interleave=config.interleave, bytes_per_token=width * jax.numpy.dtype(dtype).itemsize
+    )
+    shapes = Shapes(
+        model=model, dtype=dtype, kv=kv, max_model_len=longest, slots=config.max_num_seqs, penalties=config.penalties
+    )
+    state = state_bytes(model, dtype, config.num_devices, kv)
+    budget = config.device_memory_bytes or free_bytes or _default_budget(config, state, kv, longest)
+    pages = {
+        layout: pages_that_fit(state, layout, page_size=kv.page_size, budget=budget, reserve=config.reserve_bytes)
+        for layout in layouts.values()
+    }
+    for layout in layouts.values():
+        need = kv.pages_held(layout, 0, longest)
+        if pages[layout] < need:
+            short = (need - pages[layout]) * kv.page_size * kv.bytes_per_token * (model.num_layers + 1)
+            raise ConfigError(
+                f"layout {layout} has {pages[layout]} pages per rank and one request of max_model_len {longest} needs "
+                f"{need}: {short} bytes lack. Raise device_memory_bytes (now {budget}), lower max_model_len, or leave "
+                f"{layout} out of layouts."
+            )
+    buckets = {layout: make_buckets(config, layout) for layout in layouts.values()}
+    return Blueprint(
+        config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
+    )
+
+
+def make_buckets(config: EngineConfig, layout: Layout) -> tuple[Bucket, ...]:
+    """Shapes a step may have, smallest first: rows of one token only, and a last one with prompt rows too."""
+    groups, tile = layout.owner_groups, config.prefill_tile
+    most = -(-config.max_num_seqs // groups)
+    sizes = config.decode_buckets or (max(1, config.max_num_seqs // 4),)
+    decode = sorted({-(-size // groups) for size in sizes} | {most})
+    tiles = max(1, -(-config.max_num_batched_tokens // (tile * groups)))
+    small = [Bucket(decode=rows, tiles=0, tile=tile) for rows in decode]
+    return (*small, Bucket(decode=most, tiles=tiles, tile=tile))
+
+
+def state_bytes(model: ModelConfig, dtype: str, ranks: int, kv: KVShape) -> StateBytes:
+    """Bytes of a model's weights by what a layout may do with them."""
+    leaves = model_leaves(model, ranks)
+    flat = jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    moved = list(leaves["layers"][0]["moved"].values())
+    common = sum(leaf_bytes(leaf, dtype) // (ranks if "ranks" in leaf.dims else 1) for leaf in flat if not leaf.moves)
+    return StateBytes(
+        projections=sum(leaf_bytes(leaf, dtype) for leaf in moved),
+        common=common,
+        kv_per_token=kv.bytes_per_token,
+        num_layers=model.num_layers,
+    )
+
+
+def _default_budget(config: EngineConfig, state: StateBytes, kv: KVShape, longest: int) -> int:
+    """On CPU: whole projections, and pages for two of the longest requests or an even share of what may run."""
+    tokens = max(2 * longest, config.max_num_seqs * longest // (2 * config.num_devices))
+    pages = -(-tokens // kv.page_size)
+    fixed = state.common + state.projections * (state.num_layers + 1) + config.reserve_bytes
+    return fixed + pages * kv.page_size * kv.bytes_per_token * (state.num_layers + 1)
+
+
+def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
+    """Open the weights and compare every tensor with what the model wants. Reads headers only."""
+    checkpoint = Checkpoint.open(blueprint.config.model)
+    leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
+    expected: dict[str, tuple[int, ...]] = {}
+    for leaf in jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, Leaf)):
+        expected.update(leaf.sources)
+    checkpoint.check(expected, lambda name: ignored(blueprint.model, name))
+    return checkpoint
+
+
+def prepare_platform(num_devices: int) -> None:
+    """Ask for virtual CPU devices while that is still possible, and warn of the known deadlock when it is not."""
+    if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+        return
+    try:
+        if jax.config.jax_num_cpu_devices < num_devices and "host_platform_device_count" not in os.environ.get(
+            "XLA_FLAGS", ""
+        ):
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        log.debug("devices exist already; their number stays")
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if num_devices > 1 and version < (0, 12) and int(os.environ.get("NPROC", "0")) < 16:
+        warnings.warn(
+            "several virtual CPU devices can deadlock in this JAX: set NPROC=32 in the environment before JAX starts.",
+            stacklevel=3,
+        )
+
+
+def use_compilation_cache(path: Path | None) -> None:
+    """Keep compiled programs in JAX's persistent cache, small ones too, unless the process already has one."""
+    if path is None:
+        return
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    log.info("compiled programs are kept in %s", jax.config.jax_compilation_cache_dir)
+
+
+def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progress: Progress | None) -> DeviceState:
+    """Weights streamed into the layout's sharding, empty pools, a fresh sampler."""
+    layout = blueprint.layouts[blueprint.config.layout]
+    shapes = blueprint.shapes
+
+    def sharding(leaf: Leaf) -> NamedSharding:
+        return NamedSharding(mesh, weight_spec(layout, leaf.dims))
+
+    leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
+    report = None if progress is None else lambda done, total: progress("loading weights", done, total)
+    weights: dict[str, Any] = load_tree(checkpoint, leaves, sharding, shapes.dtype, report)
+    pages = blueprint.pages[layout]
+    struct = pool_struct(mesh, layout, shapes.kv, pages, shapes.width, shapes.dtype)
+    return DeviceState(
+        weights=weights,
+        pools=empty_pools(struct, blueprint.model.num_layers),
+        sampler=fresh_state(mesh, shapes),
+        layout=layout,
+        pages=pages,
+    )
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Blueprint, Programs, DeviceState]:
+    """Everything an engine runs on. With `compile_ahead`, all programs are compiled and a later miss is an error."""
+    blueprint = draw_up(config)
+    checkpoint = open_checkpoint(blueprint)
+    prepare_platform(config.num_devices)
+    use_compilation_cache(config.compilation_cache_dir)
+    mesh = attention_mesh(dict(config.mesh_shape))
+    if config.device_memory_bytes is None and (free := _free_memory(mesh)) is not None:
+        blueprint = draw_up(config, free)
+    state = load_state(blueprint, mesh, checkpoint, progress)
+    programs = Programs(mesh, blueprint.shapes)
+    if config.compile_ahead:
+        report = None if progress is None else lambda done, total: progress("compiling programs", done, total)
+        programs.prepare(blueprint.keys(), report)
+        programs.sealed = True
+    return blueprint, programs, state
+
+
+def _free_memory(mesh: Mesh) -> int | None:
+    """Bytes free on the fullest device, a tenth kept back; None where the platform does not say (CPU)."""
+    stats = [device.memory_stats() for device in mesh.devices.flat]
+    if any(not s or "bytes_limit" not in s for s in stats):
+        return None
+    return int(min(s["bytes_limit"] - s["bytes_in_use"] for s in stats) * 0.9)

@@ -1,0 +1,339 @@
+"""The one loop where decisions meet devices.
+
+A step is scheduled and dispatched before the tokens of the step before it are read: `_pending` is that step. A request
+that ended there has at most one row too many in flight, whose token nobody reads.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from splash_jax.engine.build import Blueprint, Progress, build
+from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.records import StepRecord
+from splash_jax.engine.stopping import Ending
+from splash_jax.errors import LayoutError, RequestError, SwitchRefused
+from splash_jax.kv import PagePool
+from splash_jax.models.tokenizer import Detokenizer, Tokenizer
+from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, plan_switch
+from splash_jax.ownership.footprint import projection_bytes
+from splash_jax.runtime import Draw, ResetKey, Results, Work, build_batch, run_step
+from splash_jax.runtime.batch import Places
+from splash_jax.runtime.sampler import PROMPT
+from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler.params import MAX_STOP_IDS
+
+log = logging.getLogger("splash_jax")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A dispatched step whose results are unread."""
+
+    schedule: Schedule
+    results: Results
+    places: Places
+    record: StepRecord
+    started: float
+
+
+class Engine:
+    """Requests in, tokens out, on one mesh, in a layout that may change between any two steps.
+
+    Thread-safe: any thread may add, abort or switch; whoever calls `step` drives.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
+        self.blueprint: Blueprint
+        self.blueprint, self.programs, self.state = build(config, progress)
+        self.config, self.model = config, self.blueprint.model
+        self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
+        self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
+        self.records: list[StepRecord] = []
+        self.preemptions = 0
+        self._requests: dict[str, tuple[Request, Ending]] = {}
+        self._scores: dict[str, list[np.ndarray]] = {}
+        self._aborts: deque[str] = deque()
+        self._switches: deque[tuple[Layout, Future[SwitchPlan]]] = deque()
+        self._pending: _Pending | None = None
+        self._lock = threading.RLock()
+        self._read_at = 0.0
+        self._count = 0
+        self._unseeded = np.random.default_rng(config.seed)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the next step, unless a switch is asked for."""
+        return self.state.layout
+
+    @property
+    def max_model_len(self) -> int:
+        return self.blueprint.shapes.max_model_len
+
+    def add_request(
+        self, name: str, prompt_ids: list[int], params: SamplingParams, *, sample: int = 0, seed: int | None = None,
+        score: bool = False,
+    ) -> Request:  # fmt: skip
+        """Queue one sample of a prompt. Raises `RequestError`, before anything is taken, when it can never be served."""
+        self._check_prompt(prompt_ids, params, score)
+        stop_ids = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids |= set(self.model.eos_token_ids)
+        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"min_tokens bans at most {MAX_STOP_IDS} stop ids, this request has {len(stop_ids)}.")
+        limit = self.max_model_len
+        with self._lock:
+            if name in self._requests:
+                raise RequestError(f"request id {name!r} is already in use; choose another.")
+            if seed is None:
+                seed = int(self._unseeded.integers(2**32)) if params.seed is None else params.seed
+            request = Request(
+                name=name,
+                prompt_ids=list(prompt_ids),
+                params=params,
+                seed=seed % 2**32,
+                sample=sample,
+                score=score,
+                stop_ids=frozenset(stop_ids),
+                max_total=len(prompt_ids) if score else min(limit, len(prompt_ids) + (params.max_tokens or limit)),
+            )
+            detokenizer = None
+            if self.tokenizer is not None and not score:
+                detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+            self._requests[name] = (request, Ending(request, detokenizer))
+            self.scheduler.add(request)
+        return request
+
+    def _check_prompt(self, ids: list[int], params: SamplingParams, score: bool) -> None:
+        vocabulary, limit = self.model.vocab_size, self.max_model_len
+        if not ids:
+            raise RequestError("the prompt is empty: give it at least one token.")
+        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocabulary]
+        if bad:
+            raise RequestError(f"token id {bad[0]!r} is not in the vocabulary: ids go from 0 to {vocabulary - 1}.")
+        room = limit if score else limit - 1
+        if len(ids) > room:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context holds {limit}{'' if score else ', one of them drawn'}: "
+                f"shorten it or raise max_model_len."
+            )
+        if not score and params.max_tokens is not None and len(ids) + params.min_tokens > limit:
+            raise RequestError(f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}.")
+        if params.penalised and not self.config.penalties:
+            raise RequestError("penalties need an engine with penalties=True.")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids or skip_tokenizer_init=False.")
+        if score and not self.config.scoring:
+            raise RequestError("logits need an engine with scoring=True.")
+
+    def abort(self, name: str) -> None:
+        """End a request at the next step boundary; its pages are free then. Unknown or finished names do nothing."""
+        self._aborts.append(name)
+
+    def request_switch(self, dst: str) -> "Future[SwitchPlan]":
+        """Switch at the next step boundary. The future holds the plan carried out, or the `SwitchRefused`."""
+        if dst not in self.blueprint.layouts:
+            raise LayoutError(f"layout {dst!r} is not among the allowed layouts {', '.join(self.blueprint.layouts)}.")
+        future: Future[SwitchPlan] = Future()
+        self._switches.append((self.blueprint.layouts[dst], future))
+        return future
+
+    def plan(self, dst: Layout, now: Manifest | None = None) -> SwitchPlan:
+        """The switch to `dst` from what is stored now, or from `now`. Raises `SwitchRefused` when it does not fit."""
+        with self._lock:
+            now = self.pool.manifest() if now is None else now
+            homes = self._new_homes(dst) if now.layout == self.pool.layout else None
+            return plan_switch(
+                now, dst, pages_per_rank=self.blueprint.pages[dst], state=self.blueprint.state, homes=homes
+            )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.unfinished or self._pending or self._switches or self._aborts)
+
+    def step(self) -> None:
+        """Dispatch one step and read the one before it. Does nothing when nothing is to be done."""
+        with self._lock:
+            self._apply_aborts()
+            switch = self._take_switch()
+            if self._pending and self.scheduler.under_pressure(self.pool):
+                self._read()
+            schedule = self.scheduler.schedule(self.pool, largest=switch is not None)
+            self.preemptions += len(schedule.preempted)
+            before, self._pending = self._pending, None
+            if schedule.chunks or switch is not None:
+                self._pending = self._dispatch(schedule, switch)
+            if before is not None:
+                self._read(before)
+            if not self.scheduler.unfinished and self._pending is None:
+                self.pool.check(live=())
+
+    def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
+        """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it."""
+        request, ending = self._requests.pop(name)
+        rows = self._scores.pop(name, None)
+        return request, ending.text, None if rows is None else np.concatenate(rows)
+
+    def _apply_aborts(self) -> None:
+        while self._aborts:
+            known = self._requests.get(self._aborts.popleft())
+            if known and known[0].status is not Status.FINISHED:
+                self._finish(known[0], "abort")
+
+    def _take_switch(self) -> SwitchPlan | None:
+        """The plan of the next switch asked for that fits, its future resolved; the page pool is already as after it."""
+        while self._switches:
+            dst, future = self._switches.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                plan = self.plan(dst)
+            except SwitchRefused as refusal:
+                future.set_exception(refusal)
+                continue
+            if dst != self.layout:
+                self.pool = PagePool.adopt(plan.after)
+                future.set_result(plan)
+                return plan
+            future.set_result(plan)
+        return None
+
+    def _new_homes(self, dst: Layout) -> dict[str, int] | None:
+        """Homes by expected growth, where the layout so far does not bind a request to its home."""
+        if not dst.owner_axes or self.layout.owner_axes:
+            return None
+        cap = -(-self.config.max_num_seqs // dst.size)
+        load = [[0, 0] for _ in range(dst.size)]
+        homes = {}
+        for request in sorted(self.scheduler.running, key=lambda r: (-r.growth, r.name)):
+            rank = min(range(dst.size), key=lambda r: (load[r][0] >= cap, load[r][1], r))
+            load[rank][0] += 1
+            load[rank][1] += request.growth
+            homes[request.name] = rank
+        return homes
+
+    def _dispatch(self, schedule: Schedule, plan: SwitchPlan | None) -> _Pending:
+        started = time.perf_counter()
+        for chunk in schedule.chunks:
+            if chunk.start == 0 and chunk.request.params.penalised:
+                self._reset_counts(chunk.request)
+        works = [self._work(chunk) for chunk in schedule.chunks]
+        batch, places = build_batch(self.blueprint.shapes, self.pool.layout, schedule.bucket, self.pool, works)
+        score = any(chunk.request.score for chunk in schedule.chunks)
+        bucket = self.blueprint.buckets[self.pool.layout][-1] if score else schedule.bucket
+        if bucket != schedule.bucket:
+            batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
+        switch = None if plan is None else (plan, self.blueprint.route(plan.before.layout, plan.after.layout))
+        results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
+        for chunk in schedule.chunks:
+            chunk.request.computed += chunk.rows
+            chunk.request.in_flight += chunk.draws
+        record = self._record(schedule, bucket, plan)
+        return _Pending(schedule=schedule, results=results, places=places, record=record, started=started)
+
+    def _work(self, chunk: Chunk) -> Work:
+        request, params = chunk.request, chunk.request.params
+        stop = chunk.start + chunk.rows
+        ids = np.asarray(request.ids(chunk.start, stop), np.int32) if stop <= request.known else None
+        draw = None
+        if chunk.draws:
+            token = request.total - len(request.prompt_ids)
+            draw = Draw(
+                temperature=params.temperature,
+                top_k=max(params.top_k, 0),
+                top_p=params.top_p,
+                min_p=params.min_p,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+                repetition=params.repetition_penalty,
+                seed=request.seed,
+                sample=request.sample,
+                token=token,
+                banned=tuple(sorted(request.stop_ids)) if token < params.min_tokens else (),
+                top_logprobs=params.logprobs or 0,
+            )
+        return Work(name=request.name, slot=request.slot, start=chunk.start, ids=ids, draw=draw)
+
+    def _reset_counts(self, request: Request) -> None:
+        row = np.bincount(request.output_ids, minlength=self.model.vocab_size).astype(np.int32)
+        row[np.unique(request.prompt_ids)] += PROMPT
+        reset = self.programs.get(ResetKey(layout=next(iter(self.blueprint.layouts.values()))))
+        self.state.sampler = reset(self.state.sampler, np.int32(request.slot), row)
+
+    def _read(self, pending: _Pending | None = None) -> None:
+        """Wait for a step's tokens and give them to their requests."""
+        if pending is None:
+            pending, self._pending = self._pending, None
+            if pending is None:
+                return
+        tokens, logprobs, logits = jax.device_get(
+            (pending.results.drawn.tokens, pending.results.drawn.logprobs, pending.results.logits)
+        )
+        now = time.perf_counter()
+        for chunk in pending.schedule.chunks:
+            request = chunk.request
+            request.in_flight -= chunk.draws
+            if request.status is Status.FINISHED:
+                continue
+            if request.score:
+                rows = logits[pending.places.rows[request.name], : self.model.vocab_size]
+                self._scores.setdefault(request.name, []).append(rows)
+                if chunk.start + chunk.rows == request.known:
+                    self._finish(request, "stop")
+            elif chunk.draws:
+                self._take_token(request, *(x[pending.places.sampled[request.name]] for x in (tokens, logprobs)))
+        seconds = now - max(pending.started, self._read_at)
+        self._read_at = now
+        self.records.append(replace(pending.record, seconds=seconds))
+
+    def _take_token(self, request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        token = int(tokens[0])
+        if token < 0:
+            request.error = "the model's logits were not finite, so no token could be drawn."
+            self._finish(request, "error")
+            return
+        if request.params.logprobs is not None:
+            k = request.params.logprobs
+            top = [(int(i), float(p)) for i, p in zip(tokens[1 : k + 1], logprobs[1 : k + 1], strict=True)]
+            request.logprobs.append((float(logprobs[0]), top))
+        self._requests[request.name][1].add(token)
+        if request.finish_reason is not None:
+            self._finish(request, request.finish_reason)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self.scheduler.finish(self.pool, request)
+        request.finish_reason = reason
+
+    def _record(self, schedule: Schedule, bucket: Bucket, plan: SwitchPlan | None) -> StepRecord:
+        layout, pool, shapes = self.pool.layout, self.pool, self.blueprint.shapes
+        running = [0] * layout.size
+        for request in self.scheduler.running:
+            running[pool.home(request.name)] += 1
+        busy = {layout.group_of(pool.home(chunk.request.name)) for chunk in schedule.chunks}
+        free = pool.free_pages()
+        record = StepRecord(
+            step=self._count,
+            layout=str(layout),
+            bucket=str(bucket),
+            rows=sum(chunk.rows for chunk in schedule.chunks),
+            drawn=sum(chunk.draws for chunk in schedule.chunks),
+            seconds=0.0,
+            running_by_home=tuple(running),
+            waiting=len(self.scheduler.waiting),
+            pages_used=tuple(pool.pages_per_rank - n for n in free),
+            pages_per_rank=pool.pages_per_rank,
+            projection_bytes=projection_bytes(self.blueprint.state, layout),
+            kv_bytes=pool.pages_per_rank * shapes.kv.page_size * shapes.kv.bytes_per_token * self.model.num_layers,
+            idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
+            switch=plan,
+        )
+        self._count += 1
+        return record

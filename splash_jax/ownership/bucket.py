@@ -1,0 +1,24 @@
+"""Room for rows in a step, per owner group."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Rows that one owner group has room for in a step: `decode` single rows, then `tiles` tiles of `tile` rows."""
+
+    decode: int
+    tiles: int
+    tile: int
+
+    @property
+    def rows(self) -> int:
+        return self.decode + self.tiles * self.tile
+
+    @property
+    def sequences(self) -> int:
+        """Runs of rows of one request: at most one row of each is sampled."""
+        return self.decode + self.tiles
+
+    def __str__(self) -> str:
+        return f"{self.decode}+{self.tiles}x{self.tile}"

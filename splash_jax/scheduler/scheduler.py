@@ -1,0 +1,186 @@
+"""Which rows run in the next step: continuous batching, chunked prompts, admission, preemption. Pure Python.
+
+Everything that has a token to draw runs in every step; what room a step has left goes to prompts, oldest first. When
+pages run out, the youngest request gives its own back and is computed again later.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splash_jax.kv import PagePool
+from splash_jax.ownership import Bucket, Layout
+from splash_jax.scheduler.request import Request, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Rows of one request in a step: `rows` of them from position `start`; `draws` when the last one's token is drawn."""
+
+    request: Request
+    start: int
+    rows: int
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What the next step does."""
+
+    chunks: tuple[Chunk, ...]
+    bucket: Bucket
+    preempted: tuple[Request, ...] = ()
+
+
+class Scheduler:
+    """The queue of requests and the choice of every step's rows.
+
+    `buckets` are the shapes a step may have in a layout, smallest first; the last is large enough for any of them.
+    """
+
+    def __init__(self, slots: int, buckets: Callable[[Layout], Sequence[Bucket]]) -> None:
+        self._buckets = buckets
+        self._slots = list(range(slots - 1, -1, -1))
+        self._num_slots = slots
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def under_pressure(self, pool: PagePool) -> bool:
+        """Whether the requests that draw next need more pages than are free, so that someone must give way."""
+        free = pool.free_pages()
+        for request in self.running:
+            if not request.prefilling and not request.drawn_all:
+                for rank, need in pool.growth(request.name, request.computed + 1):
+                    free[rank] -= max(0, need)
+        return min(free) < 0
+
+    def schedule(self, pool: PagePool, largest: bool = False) -> Schedule:
+        """Choose the next step's rows and take their pages in `pool`.
+
+        May preempt, so every result must have been read when `under_pressure`. With `largest` the bucket is the last one.
+        """
+        step = _Step(pool, self._buckets(pool.layout))
+        preempted: list[Request] = []
+        for request in [r for r in self.running if not r.prefilling and not r.drawn_all]:
+            if request.status is not Status.RUNNING or not step.has_row(request):
+                continue
+            while pool.shortfall(request.name, request.computed + 1) and request.status is Status.RUNNING:
+                preempted.append(self._preempt_youngest(pool, request))
+            if request.status is Status.RUNNING:
+                step.take(request, 1, draws=True)
+        for request in [r for r in self.running if r.prefilling and not (r.score and r.computed == r.known)]:
+            self._prefill(step, request)
+        if not preempted:
+            self._admit(step)
+        return Schedule(chunks=tuple(step.chunks), bucket=step.bucket(largest), preempted=tuple(preempted))
+
+    def finish(self, pool: PagePool, request: Request) -> None:
+        """Take a request out, wherever it is, and give its pages and slot back."""
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._evict(pool, request)
+        request.status = Status.FINISHED
+
+    def _prefill(self, step: "_Step", request: Request) -> None:
+        """Run as much of what is known of a request as the step has room for."""
+        rows = min(step.prompt_rows(request), request.known - request.computed)
+        if rows > 0:
+            last = request.computed + rows == request.known
+            step.take(request, rows, draws=last and not request.score)
+
+    def _admit(self, step: "_Step") -> None:
+        pool = step.pool
+        while self.waiting and self._slots:
+            request = self.waiting[0]
+            home = self.choose_home(pool)
+            pool.add(request.name, home)
+            if step.prompt_rows(request) == 0 or not self._fits(pool, request):
+                pool.release(request.name)
+                return
+            pool.grow(request.name, request.known)  # taken whole, so that a prompt once begun never waits for pages
+            self.waiting.popleft()
+            request.status, request.slot = Status.RUNNING, self._slots.pop()
+            self.running.append(request)
+            self._prefill(step, request)
+
+    def _fits(self, pool: PagePool, request: Request) -> bool:
+        """Whether all that is known of a request fits, with a page to spare for everyone who runs."""
+        free = pool.free_pages()
+        spare = [0] * len(free)
+        for other in self.running:
+            for rank in pool.holders(other.name):
+                spare[rank] += 1
+        return all(
+            need + (spare[rank] if self.running else 0) <= free[rank]
+            for rank, need in pool.growth(request.name, request.known)
+        )
+
+    def choose_home(self, pool: PagePool) -> int:
+        """The rank with the fewest requests, and of those the least history once all have grown to their ends."""
+        load = [(0, 0)] * pool.layout.size
+        for request in self.running:
+            home = pool.home(request.name)
+            load[home] = (load[home][0] + 1, load[home][1] + request.growth)
+        cap = -(-self._num_slots // pool.layout.size)
+        return min(range(len(load)), key=lambda rank: (load[rank][0] >= cap, load[rank][1], load[rank][0], rank))
+
+    def _preempt_youngest(self, pool: PagePool, needy: Request) -> Request:
+        """Put the youngest request that holds pages where `needy` lacks them back at the head of the queue."""
+        ranks = set(pool.holders(needy.name))
+        victim = next(r for r in reversed(self.running) if ranks & set(pool.holders(r.name)))
+        self._evict(pool, victim)
+        victim.status, victim.computed = Status.WAITING, 0
+        victim.preemptions += 1
+        self.waiting.appendleft(victim)
+        return victim
+
+    def _evict(self, pool: PagePool, request: Request) -> None:
+        self.running.remove(request)
+        pool.release(request.name)
+        self._slots.append(request.slot)
+        request.slot = -1
+
+
+class _Step:
+    """The rows of one step as they are chosen."""
+
+    def __init__(self, pool: PagePool, buckets: Sequence[Bucket]) -> None:
+        self.pool, self._buckets = pool, buckets
+        self._most = buckets[-1]
+        groups = pool.layout.owner_groups
+        self._decode, self._tiles = [0] * groups, [0] * groups
+        self.chunks: list[Chunk] = []
+
+    def _group(self, request: Request) -> int:
+        return self.pool.layout.group_of(self.pool.home(request.name))
+
+    def has_row(self, request: Request) -> bool:
+        group = self._group(request)
+        return self._decode[group] < self._most.decode or self._tiles[group] < self._most.tiles
+
+    def prompt_rows(self, request: Request) -> int:
+        """Prompt rows there is still room for."""
+        return (self._most.tiles - self._tiles[self._group(request)]) * self._most.tile
+
+    def take(self, request: Request, rows: int, *, draws: bool) -> None:
+        group = self._group(request)
+        if rows == 1 and self._decode[group] < self._most.decode:
+            self._decode[group] += 1
+        else:
+            self._tiles[group] += -(-rows // self._most.tile)
+        self.pool.grow(request.name, request.computed + rows)
+        self.chunks.append(Chunk(request=request, start=request.computed, rows=rows, draws=draws))
+
+    def bucket(self, largest: bool) -> Bucket:
+        if largest:
+            return self._most
+        fits = (b for b in self._buckets if b.decode >= max(self._decode) and b.tiles >= max(self._tiles))
+        return next(fits, self._most)

@@ -10,9 +10,9 @@ import numpy as np
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.engine import Engine, EngineConfig, StepRecord
 from splash_jax.errors import RequestError, SplashError
+from splash_jax.kv import PagePool
 from splash_jax.layouts import make_layout
 from splash_jax.ownership import SwitchPlan
-from splash_jax.kv import PagePool
 from splash_jax.scheduler import Request, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -77,9 +77,7 @@ class LLM:
         ids = [self._encode(text) for text in texts]
         groups = self._queue(ids, params)
         self._run([request for group in groups for request in group], switches, on_step)
-        return [
-            self._output(text, group, p) for text, group, p in zip(texts, groups, params, strict=True)
-        ]
+        return [self._output(text, group, p) for text, group, p in zip(texts, groups, params, strict=True)]
 
     def chat(
         self,
@@ -104,9 +102,7 @@ class LLM:
         self._run([request], switches, None)
         return self._take_logits(request)
 
-    def plan(
-        self, src: str | None = None, dst: str = "tp", *, tokens: Sequence[int] | None = None
-    ) -> SwitchPlan:
+    def plan(self, src: str | None = None, dst: str = "tp", *, tokens: Sequence[int] | None = None) -> SwitchPlan:
         """The plan of a switch, carried out by nobody.
 
         Of what is live now, seen from `src` (default: the present layout); or, with `tokens`, of requests that hold so
@@ -172,7 +168,10 @@ class LLM:
         return groups
 
     def _run(
-        self, requests: list[Request], switches: Mapping[int, str] | None, on_step: Callable[[StepRecord], None] | None
+        self,
+        requests: list[Request],
+        switches: Mapping[int, str] | None,
+        on_step: Callable[[StepRecord], None] | None,
     ) -> None:
         pending = dict(switches or {})
         futures, seen = [], len(self.engine.records)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from splash_jax.engine.config import EngineConfig
 from splash_jax.errors import ConfigError
 from splash_jax.kv.store import empty_pools, pool_struct
-from splash_jax.layouts import attention_mesh, make_layout, weight_spec
+from splash_jax.layouts import attention_mesh, make_layout, pool_spec, weight_spec
 from splash_jax.layouts.specs import check_heads
 from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import ModelConfig, read_model_config
@@ -24,7 +24,16 @@ from splash_jax.models.load import leaf_bytes, load_tree
 from splash_jax.models.params import Leaf
 from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit
 from splash_jax.ownership.plan import weight_move
-from splash_jax.runtime import DeviceState, Programs, ResetKey, Shapes, StepKey, SwitchKey, fresh_state, make_route
+from splash_jax.runtime import (
+    DeviceState,
+    Programs,
+    ResetKey,
+    Shapes,
+    StepKey,
+    SwitchKey,
+    fresh_state,
+    make_route,
+)
 from splash_jax.runtime.programs import Key
 from splash_jax.runtime.transfer import Route
 
@@ -50,6 +59,11 @@ class Blueprint:
         weights = weight_move(src, dst, self.state)
         return make_route(self.shapes, src, dst, self.pages[src], self.pages[dst], weights)
 
+    def directions(self) -> list[tuple[Layout, Layout]]:
+        """The switches that serving may ask for."""
+        names = permutations(self.layouts, 2) if self.config.directions is None else self.config.directions
+        return [(self.layouts[src], self.layouts[dst]) for src, dst in names]
+
     def keys(self) -> Iterator[Key]:
         """Every program that serving can ask for."""
         kinds = [layer_kind(self.model, i) for i in range(self.model.num_layers)]
@@ -61,8 +75,8 @@ class Blueprint:
             if self.config.scoring:
                 yield StepKey(part="score", layout=layout, bucket=self.buckets[layout][-1], pages=self.pages[layout])
         if self.config.penalties:
-            yield ResetKey(layout=layouts[0])
-        for src, dst in permutations(layouts, 2):
+            yield ResetKey()
+        for src, dst in self.directions():
             route = self.route(src, dst)
             if route.moves_nothing:
                 continue
@@ -87,10 +101,17 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     width = model.kv_lora_rank + model.qk_rope_head_dim
     kv = KVShape(
-        page_size=config.block_size, interleave=config.interleave, bytes_per_token=width * jax.numpy.dtype(dtype).itemsize
+        page_size=config.block_size,
+        interleave=config.interleave,
+        bytes_per_token=width * jax.numpy.dtype(dtype).itemsize,
     )
     shapes = Shapes(
-        model=model, dtype=dtype, kv=kv, max_model_len=longest, slots=config.max_num_seqs, penalties=config.penalties
+        model=model,
+        dtype=dtype,
+        kv=kv,
+        max_model_len=longest,
+        slots=config.max_num_seqs,
+        penalties=config.penalties,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     budget = config.device_memory_bytes or free_bytes or _default_budget(config, state, kv, longest)
@@ -199,7 +220,7 @@ def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progres
     report = None if progress is None else lambda done, total: progress("loading weights", done, total)
     weights: dict[str, Any] = load_tree(checkpoint, leaves, sharding, shapes.dtype, report)
     pages = blueprint.pages[layout]
-    struct = pool_struct(mesh, layout, shapes.kv, pages, shapes.width, shapes.dtype)
+    struct = pool_struct(NamedSharding(mesh, pool_spec(layout)), shapes.kv, pages, shapes.width, shapes.dtype)
     return DeviceState(
         weights=weights,
         pools=empty_pools(struct, blueprint.model.num_layers),

@@ -16,6 +16,7 @@ class EngineConfig:
     num_devices: int = 1
     layout: str = "tp"
     layouts: tuple[str, ...] = tuple(ROLES)  # what it may switch to; programs are compiled for these
+    directions: tuple[tuple[str, str], ...] | None = None  # switches it may make; None: between any two layouts
     dtype: str = "auto"  # "float32", "bfloat16", or as the checkpoint says
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
@@ -46,10 +47,15 @@ class EngineConfig:
                 raise LayoutError(f"unknown layout {layout!r}; choose one of {', '.join(ROLES)}.")
         if self.layout not in self.layouts:
             raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
+        for pair in self.directions or ():
+            if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(self.layouts):
+                raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
         if any(size > self.max_num_seqs or size < 1 for size in self.decode_buckets):
-            raise ConfigError(f"decode_buckets {self.decode_buckets} must lie in 1 to max_num_seqs {self.max_num_seqs}.")
+            raise ConfigError(
+                f"decode_buckets {self.decode_buckets} must lie in 1 to max_num_seqs {self.max_num_seqs}."
+            )
 
     @property
     def interleave(self) -> int:

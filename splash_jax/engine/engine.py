@@ -125,7 +125,9 @@ class Engine:
                 f"shorten it or raise max_model_len."
             )
         if not score and params.max_tokens is not None and len(ids) + params.min_tokens > limit:
-            raise RequestError(f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}.")
+            raise RequestError(
+                f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}."
+            )
         if params.penalised and not self.config.penalties:
             raise RequestError("penalties need an engine with penalties=True.")
         if params.stop_strings and self.tokenizer is None:
@@ -195,16 +197,20 @@ class Engine:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                plan = self.plan(dst)
-            except SwitchRefused as refusal:
+                plan = self._permitted_plan(dst)
+            except (SwitchRefused, LayoutError) as refusal:
                 future.set_exception(refusal)
                 continue
+            future.set_result(plan)
             if dst != self.layout:
                 self.pool = PagePool.adopt(plan.after)
-                future.set_result(plan)
                 return plan
-            future.set_result(plan)
         return None
+
+    def _permitted_plan(self, dst: Layout) -> SwitchPlan:
+        if dst != self.layout and (self.layout, dst) not in self.blueprint.directions():
+            raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
+        return self.plan(dst)
 
     def _new_homes(self, dst: Layout) -> dict[str, int] | None:
         """Homes by expected growth, where the layout so far does not bind a request to its home."""
@@ -265,8 +271,7 @@ class Engine:
     def _reset_counts(self, request: Request) -> None:
         row = np.bincount(request.output_ids, minlength=self.model.vocab_size).astype(np.int32)
         row[np.unique(request.prompt_ids)] += PROMPT
-        reset = self.programs.get(ResetKey(layout=next(iter(self.blueprint.layouts.values()))))
-        self.state.sampler = reset(self.state.sampler, np.int32(request.slot), row)
+        self.state.sampler = self.programs.get(ResetKey())(self.state.sampler, np.int32(request.slot), row)
 
     def _read(self, pending: _Pending | None = None) -> None:
         """Wait for a step's tokens and give them to their requests."""

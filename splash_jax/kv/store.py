@@ -2,18 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from splash_jax.layouts import pool_spec
-from splash_jax.ownership import KVShape, Layout
+from splash_jax.ownership import KVShape
 
 
-def pool_struct(
-    mesh: Mesh, layout: Layout, kv: KVShape, pages: int, width: int, dtype: str
-) -> jax.ShapeDtypeStruct:
-    """One layer's pool [T, pages, page_size, width], sharded by rank."""
-    sharding = NamedSharding(mesh, pool_spec(layout))
-    return jax.ShapeDtypeStruct((layout.size, pages, kv.page_size, width), jnp.dtype(dtype), sharding=sharding)
+def pool_struct(sharding: NamedSharding, kv: KVShape, pages: int, width: int, dtype: str) -> jax.ShapeDtypeStruct:
+    """One layer's pool [T, pages, page_size, width], its leading dimension dealt over all ranks by `sharding`."""
+    ranks = sharding.mesh.size
+    return jax.ShapeDtypeStruct((ranks, pages, kv.page_size, width), jnp.dtype(dtype), sharding=sharding)
 
 
 def empty_pools(struct: jax.ShapeDtypeStruct, num_layers: int) -> list[jax.Array]:

@@ -36,9 +36,7 @@ class Exchange:
             x = role.own_rows(x, axis, dim)
         return x.reshape(x.shape[self._num_owner_axes :])
 
-    def attend(
-        self, q: jax.Array, kernel: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-    ) -> jax.Array:
+    def attend(self, q: jax.Array, kernel: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
         """Exchange queries, run `kernel` on [R, H', D], merge and exchange back.
 
         `q` is [groups..., R, heads here, D]; the result has the same leading dimensions and heads.

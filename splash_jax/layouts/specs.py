@@ -52,6 +52,5 @@ def check_heads(layout: Layout, num_heads: int) -> None:
     if num_heads % layout.size:
         fits = [t for t in range(1, 9) if num_heads % t == 0]
         raise LayoutError(
-            f"{num_heads} attention heads cannot be split over {layout.size} devices; "
-            f"choose num_devices from {fits}."
+            f"{num_heads} attention heads cannot be split over {layout.size} devices; choose num_devices from {fits}."
         )

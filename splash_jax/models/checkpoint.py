@@ -191,9 +191,7 @@ def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
     """The files to open, and which of them holds which tensor if an index says so."""
     if not path.is_dir():
         found = "is not a directory" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"checkpoint {path} {found}. Give the directory that holds config.json and weights."
-        )
+        raise CheckpointError(f"checkpoint {path} {found}. Give the directory that holds config.json and weights.")
     single = path / "model.safetensors"
     if single.exists():
         return [single], None
@@ -233,9 +231,7 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
     if length > _MAX_HEADER:
         raise CheckpointError(f"{file}: {size} bytes, but not of the safetensors format. {_AGAIN}")
     if 8 + length > size:
-        raise CheckpointError(
-            f"{file}: {size} bytes, expected at least {8 + length}: the file is cut off. {_AGAIN}"
-        )
+        raise CheckpointError(f"{file}: {size} bytes, expected at least {8 + length}: the file is cut off. {_AGAIN}")
     try:
         entries = json.loads(str(_head(file, 8 + length)[8:], "utf-8"))
         if not isinstance(entries, dict):
@@ -268,9 +264,7 @@ def _tensor(file: Path, name: str, entry: Mapping[str, object], data: int) -> _T
         raise ValueError(f"tensor {name!r} has the data_offsets {offsets!r}")
     tensor = _Tensor(file, np.dtype(_DTYPES[code]), tuple(shape), data + offsets[0])
     if tensor.nbytes != offsets[1] - offsets[0]:
-        raise ValueError(
-            f"tensor {name!r} of shape {shape} takes {tensor.nbytes} bytes, not {offsets[1] - offsets[0]}"
-        )
+        raise ValueError(f"tensor {name!r} of shape {shape} takes {tensor.nbytes} bytes, not {offsets[1] - offsets[0]}")
     return tensor
 
 
@@ -290,9 +284,7 @@ def _head(file: Path, count: int) -> bytes:
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: cannot be read ({error.strerror}). Check that it exists and that you may read it."
-    )
+    return CheckpointError(f"{file}: cannot be read ({error.strerror}). Check that it exists and that you may read it.")
 
 
 def _some(names: Iterable[str]) -> str:

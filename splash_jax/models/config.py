@@ -70,9 +70,7 @@ class ModelConfig:
         num_experts = f.integer("n_routed_experts", least=0, default=0)
         moe = num_experts > 0
         if moe and f.integer("moe_layer_freq", default=1) != 1:
-            raise ConfigError(
-                f"{where}: moe_layer_freq is {d['moe_layer_freq']}; only 1 is supported. Set it to 1."
-            )
+            raise ConfigError(f"{where}: moe_layer_freq is {d['moe_layer_freq']}; only 1 is supported. Set it to 1.")
         bos = f.token_ids("bos_token_id")
         if "q_lora_rank" not in d:
             raise f.missing("q_lora_rank")
@@ -147,9 +145,7 @@ class _Fields:
         )
 
     def wrong(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(
-            f"{self.where}: {name} is {self.values[name]!r}, expected {expected}. Correct the value."
-        )
+        return ConfigError(f"{self.where}: {name} is {self.values[name]!r}, expected {expected}. Correct the value.")
 
     def integer(self, name: str, *, least: int = 1, default: int | None = None) -> int:
         value = self.values.get(name)
@@ -216,9 +212,7 @@ def _first_dense_layers(f: _Fields, num_layers: int) -> int:
 
 
 def _rope(f: _Fields) -> RopeConfig:
-    found = {
-        key: f.values[key] for key in ("rope_parameters", "rope_scaling") if f.values.get(key) is not None
-    }
+    found = {key: f.values[key] for key in ("rope_parameters", "rope_scaling") if f.values.get(key) is not None}
     for key, value in found.items():
         if not isinstance(value, dict):
             raise f.wrong(key, "an object or null")
@@ -293,6 +287,4 @@ def _check(cfg: ModelConfig, where: str) -> None:
         ]
     for wrong, message in wrongs:
         if wrong:
-            raise ConfigError(
-                f"{where}: {message}. Correct it, or take the file from the model's own release."
-            )
+            raise ConfigError(f"{where}: {message}. Correct it, or take the file from the model's own release.")

@@ -38,9 +38,7 @@ class Attend(Protocol):
 class Spread(Protocol):
     """Run `f(rows [N, d], valid bool[N], rank)` on all rows on every rank, and sum what the ranks return."""
 
-    def __call__(
-        self, f: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], x: jax.Array
-    ) -> jax.Array: ...
+    def __call__(self, f: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array: ...
 
 
 def layer(cfg: ModelConfig, w: Mapping[str, Any], x: jax.Array, attend: Attend, spread: Spread) -> jax.Array:
@@ -60,9 +58,7 @@ def layer(cfg: ModelConfig, w: Mapping[str, Any], x: jax.Array, attend: Attend, 
         )
 
 
-def _feed_forward(
-    cfg: ModelConfig, w: Mapping[str, Any], h: jax.Array, valid: jax.Array, rank: jax.Array
-) -> jax.Array:
+def _feed_forward(cfg: ModelConfig, w: Mapping[str, Any], h: jax.Array, valid: jax.Array, rank: jax.Array) -> jax.Array:
     """This rank's part of the dense or expert layer for rows h [N, d]."""
     if "moe" not in w:
         return gated_mlp(h, w["mlp"]["gate_up"], w["mlp"]["down"])
@@ -78,9 +74,7 @@ def embed(cfg: ModelConfig, table: jax.Array, ids: jax.Array, rank: jax.Array) -
     return jnp.where(mine[..., None], rows, 0)
 
 
-def logits(
-    cfg: ModelConfig, final_norm: jax.Array, head: jax.Array, x: jax.Array, rank: jax.Array
-) -> jax.Array:
+def logits(cfg: ModelConfig, final_norm: jax.Array, head: jax.Array, x: jax.Array, rank: jax.Array) -> jax.Array:
     """Rows x [N, d] to this rank's part of the vocabulary, f32[N, V / ranks]; padding entries are -inf."""
     h = rms_norm(x, final_norm, cfg.rms_norm_eps)
     out = jnp.matmul(h, head, preferred_element_type=jnp.float32)

@@ -135,15 +135,11 @@ def _moe(cfg: ModelConfig, p: str, ranks: int) -> dict[str, Leaf]:
         experts = clip(index[0], E)
         pairs = zip(names("gate", experts), names("up", experts), strict=True)
         blocks = [np.concatenate([ckpt.read(g), ckpt.read(u)]).T[index[1], index[2]] for g, u in pairs]
-        return fill(
-            extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32)
-        )
+        return fill(extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32))
 
     def read_down(ckpt: Checkpoint, index: Index) -> np.ndarray:
         blocks = [ckpt.read(n).T[index[1], index[2]] for n in names("down", clip(index[0], E))]
-        return fill(
-            extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32)
-        )
+        return fill(extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32))
 
     every = slice(0, E)
     up_sources = dict.fromkeys(names("gate", every) + names("up", every), (f, d))

@@ -68,9 +68,7 @@ def linear(
     ranks: int = 1, dtype: str | None = None,
 ) -> Leaf:  # fmt: skip
     """A projection [in, out], which the file holds as [out, in]; a "ranks" dimension is padded."""
-    shape = tuple(
-        padded(n, ranks) if d == "ranks" else n for n, d in zip((size_in, size_out), dims, strict=True)
-    )
+    shape = tuple(padded(n, ranks) if d == "ranks" else n for n, d in zip((size_in, size_out), dims, strict=True))
 
     def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
         block = ckpt.read(name, (clip(index[1], size_out), clip(index[0], size_in))).T

@@ -89,9 +89,7 @@ class Tokenizer:
             if not isinstance(message, Mapping) or not all(
                 isinstance(message.get(key), str) for key in ("role", "content")
             ):
-                raise RequestError(
-                    f"messages[{i}] is {message!r:.200}. Give it a role and a content, both strings."
-                )
+                raise RequestError(f"messages[{i}] is {message!r:.200}. Give it a role and a content, both strings.")
         if not self._inner.chat_template:
             raise RequestError(
                 "this tokenizer has no chat template. Format the prompt yourself and send it as text, or add"

@@ -122,9 +122,7 @@ class Layout:
 
     def _index(self, rank: int, names: Iterable[str]) -> int:
         coordinates = np.unravel_index(rank, [axis.size for axis in self.axes])
-        chosen = [
-            (int(c), axis.size) for c, axis in zip(coordinates, self.axes, strict=True) if axis.name in names
-        ]
+        chosen = [(int(c), axis.size) for c, axis in zip(coordinates, self.axes, strict=True) if axis.name in names]
         index = 0
         for coordinate, size in chosen:
             index = index * size + coordinate

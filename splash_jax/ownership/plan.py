@@ -104,7 +104,12 @@ class SwitchPlan:
 
 
 def plan_switch(
-    now: Manifest, dst: Layout, *, pages_per_rank: int, state: StateBytes, homes: Mapping[str, int] | None = None
+    now: Manifest,
+    dst: Layout,
+    *,
+    pages_per_rank: int,
+    state: StateBytes,
+    homes: Mapping[str, int] | None = None,
 ) -> SwitchPlan:
     """Plan the switch of everything in `now` to `dst` with `pages_per_rank` pages there.
 
@@ -135,7 +140,13 @@ class _Planner:
     def __init__(
         self, now: Manifest, dst: Layout, pages_per_rank: int, grain: int, placed: dict[str, tuple[int, int]]
     ) -> None:
-        self.now, self.dst, self.pages_per_rank, self.grain, self.placed = now, dst, pages_per_rank, grain, placed
+        self.now, self.dst, self.pages_per_rank, self.grain, self.placed = (
+            now,
+            dst,
+            pages_per_rank,
+            grain,
+            placed,
+        )
         self.per_page = now.kv.page_size // grain
         self.local: list[list[np.ndarray]] = [[] for _ in range(dst.size)]
         self.sent: dict[tuple[int, int], list[np.ndarray]] = {}

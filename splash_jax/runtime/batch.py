@@ -77,7 +77,7 @@ def local_size(shapes: Shapes, layout: Layout, bucket: Bucket) -> int:
     return bucket.rows + bucket.sequences * (shapes.table_width(layout) + 2)
 
 
-def unpack_local(shapes: Shapes, layout: Layout, bucket: Bucket, local):  # noqa: ANN001, ANN201 (numpy or jax)
+def unpack_local(shapes: Shapes, layout: Layout, bucket: Bucket, local):
     """Split i32[X] into write slots [R], pages [S, W], held [S] and lag [S]."""
     R, S, W = bucket.rows, bucket.sequences, shapes.table_width(layout)
     pages = local[R : R + S * W].reshape(S, W)

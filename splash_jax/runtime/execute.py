@@ -85,7 +85,13 @@ def _kind(programs: Programs, layer: int) -> str:
 
 
 def _run_layers_switching(
-    programs: Programs, state: DeviceState, bucket: Bucket, inputs: StepInputs, x: jax.Array, plan: SwitchPlan, route: Route
+    programs: Programs,
+    state: DeviceState,
+    bucket: Bucket,
+    inputs: StepInputs,
+    x: jax.Array,
+    plan: SwitchPlan,
+    route: Route,
 ) -> jax.Array:
     rounds = [_put_maps(programs, route, maps) for maps in make_maps(route, plan.kv)]
     layers, pools = state.weights["layers"], state.pools

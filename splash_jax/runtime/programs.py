@@ -62,8 +62,6 @@ class SwitchKey:
 class ResetKey:
     """The program that sets the token counts of a slot."""
 
-    layout: Layout
-
     def __str__(self) -> str:
         return "reset slot"
 
@@ -133,7 +131,14 @@ class Programs:
             args = (self.leaves["embed"], self._last(), self._rows(key))
             return step.embed, specs, row_spec(layout), self._structs(args, specs), ()
         if key.part == "head":
-            specs = (*self._head_specs(layout), SamplerState(P(), P()), row_spec(layout), P(), local_spec(layout), local_spec(layout))
+            specs = (
+                *self._head_specs(layout),
+                SamplerState(P(), P()),
+                row_spec(layout),
+                P(),
+                local_spec(layout),
+                local_spec(layout),
+            )
             args = (self._head_weights(), self._state(), self._hidden(key), *self._sampling(key))
             out = (SamplerState(P(), P()), Drawn(local_spec(layout), local_spec(layout)))
             return step.head, specs, out, self._structs(args, specs), (1,)
@@ -149,11 +154,14 @@ class Programs:
         route = key.route
         leaves = self.leaves["layers"][0]["moved"]
         head_dims = {name: leaf.dims.index("heads") for name, leaf in leaves.items()}
-        moved_specs = {at: {n: weight_spec(at, leaf.dims) for n, leaf in leaves.items()} for at in (route.src, route.dst)}
+        moved_specs = {
+            at: {n: weight_spec(at, leaf.dims) for n, leaf in leaves.items()} for at in (route.src, route.dst)
+        }
         maps = local_spec(route.src)
         map_args = (self._array((route.src.size, route.locals + route.sends * (1 if route.gathers else route.src.size))),
                     self._array((route.src.size, route.locals + route.sends * route.src.size)))  # fmt: skip
         if key.more:
+
             def more(pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
                 flat = pool.reshape(-1, route.grain, pool.shape[-1])
                 return scatter_round(route, flat, flat, read, write).reshape(pool.shape)
@@ -211,7 +219,8 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.shapes.dtype))
 
     def _pool(self, layout: Layout, pages: int) -> jax.ShapeDtypeStruct:
-        return pool_struct(self.mesh, layout, self.shapes.kv, pages, self.shapes.width, self.shapes.dtype)
+        sharding = NamedSharding(self.mesh, pool_spec(layout))
+        return pool_struct(sharding, self.shapes.kv, pages, self.shapes.width, self.shapes.dtype)
 
     def _rows(self, key: StepKey) -> jax.ShapeDtypeStruct:
         return self._array((3, *groups(key.layout), key.bucket.rows))
@@ -250,5 +259,6 @@ def fresh_state(mesh: Mesh, shapes: Shapes) -> SamplerState:
     counts = (shapes.slots, shapes.model.vocab_size) if shapes.penalties else (1, 1)
     place = NamedSharding(mesh, P())
     return SamplerState(
-        jax.device_put(np.zeros((shapes.slots,), np.int32), place), jax.device_put(np.zeros(counts, np.int32), place)
+        jax.device_put(np.zeros((shapes.slots,), np.int32), place),
+        jax.device_put(np.zeros(counts, np.int32), place),
     )

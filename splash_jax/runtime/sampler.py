@@ -43,7 +43,10 @@ def draw(logits: jax.Array, floats: jax.Array, ints: jax.Array, counts: jax.Arra
     bad = jnp.isnan(raw).any(-1) | ~jnp.isfinite(logits.max(-1))
     norm = jax.nn.logsumexp(raw, -1)
     chosen = jnp.take_along_axis(raw, token[:, None], 1)[:, 0] - norm
-    empty = (jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS)), jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS), jnp.int32))
+    empty = (
+        jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS)),
+        jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS), jnp.int32),
+    )
     top, top_ids = jax.lax.cond((i["top_logprobs"] > 0).any(), lambda: _top(raw), lambda: empty)
     tokens = jnp.concatenate([jnp.where(bad, NOT_FINITE, token)[:, None], top_ids], 1)
     return Drawn(tokens, jnp.concatenate([chosen[:, None], top - norm[:, None]], 1))

@@ -16,7 +16,6 @@ from splash_jax.ownership import Layout, SwitchPlan, WeightMove
 from splash_jax.ownership.plan import KVMove
 from splash_jax.runtime.shapes import Shapes
 
-
 NOWHERE = 2**30  # beyond every pool: a write there is dropped
 
 
@@ -53,7 +52,13 @@ class Maps(NamedTuple):
 
 
 def make_route(
-    shapes: Shapes, src: Layout, dst: Layout, src_pages: int, dst_pages: int, weights: WeightMove, sends: int | None = None
+    shapes: Shapes,
+    src: Layout,
+    dst: Layout,
+    src_pages: int,
+    dst_pages: int,
+    weights: WeightMove,
+    sends: int | None = None,
 ) -> Route:
     """The route of a switch. `sends` overrides the number of grains per round, which otherwise holds any all-to-all."""
     kv, ranks = shapes.kv, src.size

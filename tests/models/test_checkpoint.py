@@ -190,9 +190,7 @@ def test_a_file_that_changes_after_the_check_is_refused(weights: Path):
     checkpoint = Checkpoint.open(weights.parent)
     size = weights.stat().st_size
     os.truncate(weights, size - 1)
-    with pytest.raises(
-        CheckpointError, match=f"had {size} bytes when it was checked and has {size - 1} now. Leave"
-    ):
+    with pytest.raises(CheckpointError, match=f"had {size} bytes when it was checked and has {size - 1} now. Leave"):
         checkpoint.read("embed")
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\)"):
@@ -211,10 +209,7 @@ def test_a_file_that_may_not_be_read_is_named(request, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Path, "open", denied)
     message = refused(file.parent)
-    assert (
-        message
-        == f"{file}: cannot be read (Permission denied). Check that it exists and that you may read it."
-    )
+    assert message == f"{file}: cannot be read (Permission denied). Check that it exists and that you may read it."
 
 
 def test_a_directory_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -262,9 +257,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(sharded: Path):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["ghost"] = "model-00002-of-00002.safetensors"
     (sharded / INDEX).write_text(json.dumps(index))
-    assert f"00002.safetensors: tensor 'ghost' is not in it, but {INDEX} says so. Download or" in refused(
-        sharded
-    )
+    assert f"00002.safetensors: tensor 'ghost' is not in it, but {INDEX} says so. Download or" in refused(sharded)
     (sharded / "model-00001-of-00002.safetensors").unlink()
     message = refused(sharded)
     assert f"1 of the 2 shards that {INDEX} names are missing: model-00001-of-00002.safetensors. " in message
@@ -283,9 +276,7 @@ def test_a_fitting_model_passes_the_check(weights: Path):
 
 def test_the_check_lists_everything_at_once(tmp_path: Path):
     stored = {f"extra{i}": np.zeros(1, np.float32) for i in range(9)} | {"a": np.zeros((2, 3), np.float32)}
-    save_file(
-        stored | {"b": np.zeros(2, np.float64), "c": np.zeros(2, np.int8)}, tmp_path / "model.safetensors"
-    )
+    save_file(stored | {"b": np.zeros(2, np.float64), "c": np.zeros(2, np.int8)}, tmp_path / "model.safetensors")
     want = {"a": (3, 2), "b": (2,), "c": (2,), "gone": (1,)}
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(tmp_path).check(want, ignore=lambda name: name == "extra0")

@@ -292,9 +292,7 @@ def test_a_damaged_config_file_is_named(tmp_path: Path, content: bytes, words: s
 
 
 def test_an_absent_config_file_is_named(tmp_path: Path):
-    with pytest.raises(
-        CheckpointError, match=r"config.json: cannot be read \(No such file .*\). Check that it"
-    ):
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(No such file .*\). Check that it"):
         read_model_config(tmp_path)
 
 

@@ -97,9 +97,7 @@ def reference(rope: RopeConfig, dim: int) -> list[float]:
 
 
 @pytest.mark.parametrize("dim", [16, 64])
-@pytest.mark.parametrize(
-    "changes", [{}, {"factor": 8, "original_max_position_embeddings": 64}, {"beta_fast": 16}]
-)
+@pytest.mark.parametrize("changes", [{}, {"factor": 8, "original_max_position_embeddings": 64}, {"beta_fast": 16}])
 def test_yarn_frequencies(dim: int, changes: dict[str, float]):
     rope = model(**changes).rope
     np.testing.assert_allclose(inv_freq(rope, dim), reference(rope, dim), rtol=1e-13)
@@ -115,8 +113,6 @@ def test_deepseek_v3_ramps_from_pair_10_to_pair_23():
 
 def test_a_ramp_without_width_is_a_step():
     # At theta 1e9 both ends of the ramp fall on pair 0 for a tiny original context.
-    rope = model(
-        rope_theta=1e9, factor=8, original_max_position_embeddings=6, beta_fast=1.0, beta_slow=0.96
-    ).rope
+    rope = model(rope_theta=1e9, factor=8, original_max_position_embeddings=6, beta_fast=1.0, beta_slow=0.96).rope
     ratio = inv_freq(rope, 16) * 1e9 ** (np.arange(8) / 8)
     np.testing.assert_allclose(ratio, [1.0] + [1 / 8] * 7, rtol=1e-12)

@@ -118,9 +118,7 @@ def test_a_chat_becomes_tokens_of_its_template(tokenizer: Tokenizer):
     ids = tokenizer.apply_chat_template(chat)
     assert ids[0] == 0
     assert tokenizer.decode(ids) == "[system]fox[user]hello[assistant]"
-    assert tokenizer.decode(tokenizer.apply_chat_template(chat, add_generation_prompt=False)).endswith(
-        "hello"
-    )
+    assert tokenizer.decode(tokenizer.apply_chat_template(chat, add_generation_prompt=False)).endswith("hello")
 
 
 @pytest.mark.parametrize(
@@ -142,16 +140,12 @@ def test_messages_of_another_shape_are_refused(tokenizer: Tokenizer, messages: l
 
 
 def test_no_chat_template_is_said(piece: Tokenizer):
-    with pytest.raises(
-        RequestError, match=r"has no chat template. Format the prompt yourself .* chat_template.jinja"
-    ):
+    with pytest.raises(RequestError, match=r"has no chat template. Format the prompt yourself .* chat_template.jinja"):
         piece.apply_chat_template([{"role": "user", "content": "hello"}])
 
 
 def test_no_tokenizer_files_are_said(tmp_path: Path):
-    with pytest.raises(
-        CheckpointError, match=r"no tokenizer. Looked for tokenizer.json, .*skip_tokenizer_init=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"no tokenizer. Looked for tokenizer.json, .*skip_tokenizer_init=True"):
         Tokenizer.open(tmp_path)
 
 
@@ -163,14 +157,10 @@ def test_damaged_tokenizer_files_are_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"tokenizer.json: not valid JSON"):
         Tokenizer.open(tmp_path)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\nsize 9\n")
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer.json: 50 bytes, expected 9: it is a git-LFS pointer"
-    ):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: 50 bytes, expected 9: it is a git-LFS pointer"):
         Tokenizer.open(tmp_path)
     file.write_text('{"version": "1.0"}')
-    with pytest.raises(
-        CheckpointError, match=r"the tokenizer cannot be loaded .* Download its files again, or pass"
-    ):
+    with pytest.raises(CheckpointError, match=r"the tokenizer cannot be loaded .* Download its files again, or pass"):
         Tokenizer.open(tmp_path)
     file.write_bytes(sound)
     settings.write_text("{")
@@ -179,16 +169,10 @@ def test_damaged_tokenizer_files_are_named(tmp_path: Path):
 
 
 def test_loading_says_nothing(tmp_path: Path):
-    save(
-        byte_level(), tmp_path, **{**SETTINGS, "tokenizer_class": "LlamaTokenizerFast", "model_max_length": 4}
-    )
+    save(byte_level(), tmp_path, **{**SETTINGS, "tokenizer_class": "LlamaTokenizerFast", "model_max_length": 4})
     code = "import sys, pathlib; from splash_jax.models.tokenizer import Tokenizer as T;"
-    code += (
-        "t = T.open(pathlib.Path(sys.argv[1])); t.encode('hello ' * 99); assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
+    code += "t = T.open(pathlib.Path(sys.argv[1])); t.encode('hello ' * 99); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -1,0 +1,54 @@
+# One environment per Python, installed when it is missing or when what it is made from has changed.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile -c constraints.txt
+LEAN := $(VENV)/.installed-lean
+FULL := $(VENV)/.installed-full
+MADE_FROM := pyproject.toml constraints.txt
+
+# Collectives on virtual CPU devices deadlock without a wide thread pool; JAX reads NPROC when it starts.
+TEST_ENV = NPROC=32 JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
+
+.PHONY: help demo test test-slow lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+demo: $(LEAN) ## switch layouts in the middle of a batch, on this machine
+	@$(BIN)/splash demo
+
+test: $(FULL) ## the fast tests
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(FULL) ## the slow tests
+	@$(TEST_ENV) $(BIN)/python -m pytest -m slow || [ $$? -eq 5 ] # 5: there are none
+
+lint: $(FULL) ## ruff and pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(LEAN) ## measure steps and switches on this machine
+	@$(BIN)/splash bench
+
+clean: ## remove everything that make made
+	rm -rf .venv .venv-py* .cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "splash-jax needs Python 3.11 or newer: make PYTHON=python3.13")'
+	@echo "make: creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(LEAN): $(MADE_FROM) | $(BIN)/python
+	@echo "make: installing splash-jax into $(VENV) (about a minute, once)"
+	@$(PIP) -e .
+	@touch $@
+
+$(FULL): $(MADE_FROM) | $(BIN)/python
+	@echo "make: installing splash-jax with its test and lint tools into $(VENV) (a minute or two, once)"
+	@$(PIP) -e '.[test,dev]'
+	@touch $(LEAN) $@

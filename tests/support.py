@@ -1,0 +1,124 @@
+"""What several tests need: the small fixture of the scenarios, engines that compile only what they use, poison."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from splash_jax import LLM, RequestOutput
+from splash_jax.models.config import ModelConfig
+from splash_jax.models.deepseek_v3_weights import model_leaves
+
+LAYOUTS = ("tp", "dp", "cp", "dop")
+DIRECTIONS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
+
+SMALL: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "dtype": "float32",
+    "eos_token_id": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "max_position_embeddings": 256,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 2,
+    "v_head_dim": 16,
+    "vocab_size": 512,
+}
+
+
+def write_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A random checkpoint of the small fixture: weights with sign and spread, norms and router biases far from neutral."""
+    config = SMALL | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    cfg = ModelConfig.from_dict(config, "small fixture")
+    rng = np.random.default_rng(seed)
+    sources: dict[str, tuple[int, ...]] = {}
+    for leaf in jax.tree.leaves(model_leaves(cfg, 1), is_leaf=lambda x: hasattr(x, "sources")):
+        sources.update(leaf.sources)
+    tensors = {}
+    for name, shape in sorted(sources.items()):
+        if "norm" in name:
+            value = rng.uniform(0.5, 1.5, shape)
+        elif name.endswith("bias"):
+            value = rng.normal(0, 0.1, shape)
+        else:
+            value = rng.normal(0, 1.0, shape) * (1.6 / np.sqrt(shape[-1]))
+        tensors[name] = value.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def make_llm(model: Path, **settings: Any) -> LLM:
+    """An engine for a test: float32, small pages, programs compiled when first used."""
+    defaults: dict[str, Any] = {
+        "num_devices": 4,
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "decode_buckets": (8,),
+        "compile_ahead": False,
+        "skip_tokenizer_init": True,
+        "compilation_cache_dir": None,
+    }
+    return LLM(model, **(defaults | settings))
+
+
+def poison_free_pages(llm: LLM) -> None:
+    """Fill every page that no request holds with NaN: whoever reads one shows it."""
+    pool, state = llm.engine.pool, llm.engine.state
+    held = np.zeros((pool.layout.size, pool.pages_per_rank), bool)
+    for request in pool.manifest().requests.values():
+        for rank, pages in request.pages.items():
+            held[rank, list(pages)] = True
+    for i, array in enumerate(state.pools):
+        values = np.array(array)
+        values[~held] = np.nan
+        state.pools[i] = jax.device_put(jnp.asarray(values), array.sharding)
+
+
+def max_logprob_difference(a: RequestOutput, b: RequestOutput) -> float:
+    """Largest difference of the drawn tokens' log-probabilities; the token ids must be equal."""
+    worst = 0.0
+    for x, y in zip(a.outputs, b.outputs, strict=True):
+        assert x.token_ids == y.token_ids
+        assert x.logprobs is not None and y.logprobs is not None
+        for token, p, q in zip(x.token_ids, x.logprobs, y.logprobs, strict=True):
+            worst = max(worst, abs(p[token].logprob - q[token].logprob))
+    return worst
+
+
+def assert_all_free(llm: LLM) -> None:
+    """No page is held, nothing runs and nothing waits."""
+    engine = llm.engine
+    engine.pool.check(live=())
+    assert engine.pool.free_pages() == [engine.pool.pages_per_rank] * engine.pool.layout.size
+    assert not engine.scheduler.running and not engine.scheduler.waiting

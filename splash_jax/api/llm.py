@@ -66,8 +66,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), in order.
 
-        `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch happens inside
-        that step. `on_step` is called with the record of every step whose results were read.
+        `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch
+        happens inside that step. `on_step` is called with the record of every step whose results were read.
 
         Raises `RequestError` for a prompt or setting that cannot be served (nothing is queued then), `LayoutError` for
         an unknown layout, and `SwitchRefused` (after all requests are done) when a switch did not fit.
@@ -227,7 +227,7 @@ class LLM:
         decode = self.engine.tokenizer.decode if self.engine.tokenizer else None
         result = []
         for token, (own, top) in zip(request.output_ids, request.logprobs, strict=True):
-            values = {i: (p, rank) for rank, (i, p) in enumerate(top, 1)}
+            values: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(top, 1)}
             values.setdefault(token, (own, None))
             result.append(
                 {

@@ -1,18 +1,15 @@
 """From settings to an engine's parts: everything is checked before any device memory is taken."""
 
-import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.platform import free_memory, prepare_platform, use_compilation_cache
 from splash_jax.errors import ConfigError
 from splash_jax.kv.store import empty_pools, pool_struct
 from splash_jax.layouts import attention_mesh, make_layout, pool_spec, weight_spec
@@ -34,10 +31,8 @@ from splash_jax.runtime import (
     fresh_state,
     make_route,
 )
-from splash_jax.runtime.programs import Key
+from splash_jax.runtime.keys import Key
 from splash_jax.runtime.transfer import Route
-
-log = logging.getLogger("splash_jax")
 
 Progress = Callable[[str, int, int], None]  # what, done, in all
 
@@ -178,36 +173,6 @@ def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
     return checkpoint
 
 
-def prepare_platform(num_devices: int) -> None:
-    """Ask for virtual CPU devices while that is still possible, and warn of the known deadlock when it is not."""
-    if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
-        return
-    try:
-        if jax.config.jax_num_cpu_devices < num_devices and "host_platform_device_count" not in os.environ.get(
-            "XLA_FLAGS", ""
-        ):
-            jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:
-        log.debug("devices exist already; their number stays")
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if num_devices > 1 and version < (0, 12) and int(os.environ.get("NPROC", "0")) < 16:
-        warnings.warn(
-            "several virtual CPU devices can deadlock in this JAX: set NPROC=32 in the environment before JAX starts.",
-            stacklevel=3,
-        )
-
-
-def use_compilation_cache(path: Path | None) -> None:
-    """Keep compiled programs in JAX's persistent cache, small ones too, unless the process already has one."""
-    if path is None:
-        return
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    log.info("compiled programs are kept in %s", jax.config.jax_compilation_cache_dir)
-
-
 def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progress: Progress | None) -> DeviceState:
     """Weights streamed into the layout's sharding, empty pools, a fresh sampler."""
     layout = blueprint.layouts[blueprint.config.layout]
@@ -237,7 +202,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
     prepare_platform(config.num_devices)
     use_compilation_cache(config.compilation_cache_dir)
     mesh = attention_mesh(dict(config.mesh_shape))
-    if config.device_memory_bytes is None and (free := _free_memory(mesh)) is not None:
+    if config.device_memory_bytes is None and (free := free_memory(mesh)) is not None:
         blueprint = draw_up(config, free)
     state = load_state(blueprint, mesh, checkpoint, progress)
     programs = Programs(mesh, blueprint.shapes)
@@ -246,11 +211,3 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
         programs.prepare(blueprint.keys(), report)
         programs.sealed = True
     return blueprint, programs, state
-
-
-def _free_memory(mesh: Mesh) -> int | None:
-    """Bytes free on the fullest device, a tenth kept back; None where the platform does not say (CPU)."""
-    stats = [device.memory_stats() for device in mesh.devices.flat]
-    if any(not s or "bytes_limit" not in s for s in stats):
-        return None
-    return int(min(s["bytes_limit"] - s["bytes_in_use"] for s in stats) * 0.9)

@@ -81,7 +81,7 @@ class Engine:
         self, name: str, prompt_ids: list[int], params: SamplingParams, *, sample: int = 0, seed: int | None = None,
         score: bool = False,
     ) -> Request:  # fmt: skip
-        """Queue one sample of a prompt. Raises `RequestError`, before anything is taken, when it can never be served."""
+        """Queue one sample of a prompt. Raises `RequestError`, before anything is taken, if it can never be served."""
         self._check_prompt(prompt_ids, params, score)
         stop_ids = set(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -121,8 +121,8 @@ class Engine:
         room = limit if score else limit - 1
         if len(ids) > room:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context holds {limit}{'' if score else ', one of them drawn'}: "
-                f"shorten it or raise max_model_len."
+                f"the prompt has {len(ids)} tokens, the context holds {limit}{'' if score else ', one of them drawn'}. "
+                f"Shorten it or raise max_model_len."
             )
         if not score and params.max_tokens is not None and len(ids) + params.min_tokens > limit:
             raise RequestError(
@@ -191,7 +191,7 @@ class Engine:
                 self._finish(known[0], "abort")
 
     def _take_switch(self) -> SwitchPlan | None:
-        """The plan of the next switch asked for that fits, its future resolved; the page pool is already as after it."""
+        """The plan of the next switch that fits, its future resolved; the page pool is already as after it."""
         while self._switches:
             dst, future = self._switches.popleft()
             if not future.set_running_or_notify_cancel():

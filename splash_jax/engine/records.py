@@ -7,7 +7,7 @@ from splash_jax.ownership import SwitchPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step. Bytes are per rank; `seconds` runs from the results of the step before (or its own dispatch) to its own."""
+    """One step. Bytes are per rank; `seconds` runs from its dispatch, or the last step's results, to its results."""
 
     step: int
     layout: str

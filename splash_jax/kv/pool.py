@@ -56,7 +56,7 @@ class PagePool:
         return list(self._pages[name])
 
     def growth(self, name: str, num_tokens: int) -> list[tuple[int, int]]:
-        """Further pages that each holder needs for `num_tokens` tokens: (rank, pages); not above 0 where it has enough."""
+        """Further pages each holder needs for `num_tokens` tokens: (rank, pages); 0 or less where it has enough."""
         home = self._home[name]
         return [
             (rank, self.kv.pages_held(self.layout, self.layout.lag(home, rank), num_tokens) - len(pages))
@@ -68,7 +68,7 @@ class PagePool:
         return max(0, *(need - len(self._free[rank]) for rank, need in self.growth(name, num_tokens)))
 
     def grow(self, name: str, num_tokens: int) -> None:
-        """Take the pages for a history of `num_tokens`. Raises `PoolCorrupt` when they are not there: ask first."""
+        """Take the pages for `num_tokens` tokens. Raises `PoolCorrupt` when they are not there: ask first."""
         if self.shortfall(name, num_tokens):
             raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
         for rank, need in self.growth(name, num_tokens):

@@ -1,6 +1,7 @@
 """PartitionSpecs of everything a layout places, derived from its placements."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from splash_jax.layouts.registry import ROLES
 from splash_jax.ownership import Layout
 
 
-def attention_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def attention_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the given axes over the first devices. Raises `LayoutError` when there are too few."""
     count = int(np.prod(list(sizes.values())))
     devices = list(jax.devices() if devices is None else devices)

@@ -125,7 +125,7 @@ def _mlp(p: str, d: int, width: int, ranks: int) -> dict[str, Leaf]:
 
 
 def _moe(cfg: ModelConfig, p: str, ranks: int) -> dict[str, Leaf]:
-    """Routed experts, whole experts dealt out over the ranks: gate_up [E, d, 2 f], down [E, f, d]. Router in float32."""
+    """Routed experts, dealt out whole over the ranks: gate_up [E, d, 2 f], down [E, f, d]. The router is float32."""
     E, d, f = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
 
     def names(kind: str, experts: slice) -> list[str]:

@@ -24,7 +24,8 @@ def load_leaf(ckpt: Checkpoint, leaf: Leaf, sharding: NamedSharding, dtype: str)
     kind = jnp.dtype(leaf.dtype or dtype)
     blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def block(index: Index) -> np.ndarray:
+    def block(index: Index | None) -> np.ndarray:
+        index = index or ()
         whole = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True))
         key = tuple((s.start, s.stop) for s in whole)
         if key not in blocks:

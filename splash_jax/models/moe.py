@@ -43,8 +43,8 @@ def run_experts(
 ) -> jax.Array:
     """Weighted sum of this rank's experts for rows x [N, d]; rows where not `valid` bool[N] are left at zero.
 
-    Exact for every routing, however uneven: rows are sorted by expert and cut into tiles, and the loop runs over the tiles
-    there are. No collective inside, so ranks may run different numbers of tiles.
+    Exact for every routing, however uneven: rows are sorted by expert and cut into tiles, and the loop runs over the
+    tiles there are. No collective inside, so ranks may run different numbers of tiles.
     """
     ids, weights = route(cfg, moe["router"], moe["router_bias"], x)
     gate_up, down = moe["gate_up"], moe["down"]

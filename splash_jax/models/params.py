@@ -15,8 +15,8 @@ class Leaf:
     """One weight: its global shape, how each dimension may be placed, and where its numbers come from.
 
     `dims` names every dimension: "heads" follows the attention layout, "ranks" is always cut over all ranks, None is
-    never cut. `shape` may be padded with zeros at the end of a "ranks" dimension so that it divides. `read` returns the block
-    at `index` (one slice with explicit bounds per dimension).
+    never cut. `shape` may be padded with zeros at the end of a "ranks" dimension so that it divides. `read` returns
+    the block at `index` (one slice with explicit bounds per dimension).
     """
 
     shape: tuple[int, ...]

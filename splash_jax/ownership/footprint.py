@@ -51,7 +51,7 @@ def pages_that_fit(
         short = fixed + page * (state.num_layers + 1) - budget
         raise ConfigError(
             f"layout {layout} does not fit: {budget} bytes per rank lack {short} bytes for one page of {page_size} "
-            f"tokens beside {fixed} bytes of weights, transit and reserve. Raise device_memory_bytes or use more devices."
+            f"tokens beside {fixed} bytes of weights, transit and reserve. Raise device_memory_bytes or num_devices."
         )
     return pages if most is None else min(pages, most)
 

@@ -1,7 +1,7 @@
 """Build the arrays of one step from what the scheduler chose. Plain numpy; nothing here decides anything.
 
-Rows are laid out by owner group: decode rows first, then tiles of prompt rows, then padding (position -1), so that padding is
-never written, attended from, sampled or routed.
+Rows are laid out by owner group: decode rows, then tiles of prompt rows. Rows left over are padding at
+position -1, which is never written, attended from, sampled or routed.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ def build_batch(
 
 
 def _pieces(bucket: Bucket, used: list[int], work: Work) -> list[tuple[int, int, int, int]]:
-    """Cut a work into sequences: (first row, sequence, first of its rows, rows). Advances `used` (decode rows, tiles)."""
+    """Cut a work into sequences: (first row, sequence, first of its rows, rows); advances `used`."""
     if work.rows == 1 and used[0] < bucket.decode:
         used[0] += 1
         return [(used[0] - 1, used[0] - 1, 0, 1)]

@@ -68,7 +68,7 @@ def _ban(logits: jax.Array, active: jax.Array, ids: jax.Array) -> jax.Array:
 def _penalise(
     logits: jax.Array, counts: jax.Array, presence: jax.Array, frequency: jax.Array, repetition: jax.Array
 ) -> jax.Array:
-    """Presence and frequency count output tokens only; repetition counts the prompt's too. Neutral rows stay bitwise."""
+    """Presence and frequency count output tokens, repetition the prompt's too. Neutral rows stay bitwise equal."""
     output = counts % PROMPT
     repeated = jnp.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
     out = jnp.where((counts > 0) & (repetition[:, None] != 1), repeated, logits)

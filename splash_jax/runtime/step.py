@@ -52,15 +52,15 @@ class Step:
                 backend=shapes.attention_backend,
             )
 
-        def attend(family: model.Attention, h: jax.Array) -> jax.Array:
-            history = family.history(exchange.own_rows(h), own_positions)
+        def attend(family: model.Attention, x: jax.Array) -> jax.Array:
+            history = family.history(exchange.own_rows(x), own_positions)
             flat = pool[0].reshape(-1, pool.shape[-1])
             stored.append(flat.at[write].set(history, mode="drop").reshape(pool.shape[1:]))
-            out = exchange.attend(family.queries(h, positions), kernel)
+            out = exchange.attend(family.queries(x, positions), kernel)
             return exchange.reduce_heads(family.outputs(out))
 
-        def spread(f: Any, h: jax.Array) -> jax.Array:
-            every = exchange.gather_rows(h)
+        def spread(f: Any, x: jax.Array) -> jax.Array:
+            every = exchange.gather_rows(x)
             y = f(every.reshape(-1, every.shape[-1]), rows[2].reshape(-1) >= 0, exchange.rank())
             return exchange.reduce_rows(y.reshape(every.shape))
 

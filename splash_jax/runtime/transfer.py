@@ -1,7 +1,7 @@
 """Move one layer's state from one layout to another, on local views inside `jax.shard_map`.
 
-The source's slots are all read before any destination slot is written, in one scatter, so that a pool that keeps its size is
-updated in place.
+The source's slots are all read before any destination slot is written, in one scatter, so that a pool that keeps its
+size is updated in place.
 """
 
 import math
@@ -91,6 +91,12 @@ def make_route(
     )
 
 
+def map_widths(route: Route) -> tuple[int, int]:
+    """Slots that each rank reads and writes in one round, local moves included."""
+    pairs = route.sends * route.src.size
+    return route.locals + (route.sends if route.gathers else pairs), route.locals + pairs
+
+
 def make_maps(route: Route, move: KVMove) -> list[Maps]:
     """The rounds of a plan's moves on a route: one, unless a gather is more uneven than the route has room for."""
     T = route.src.size
@@ -102,9 +108,8 @@ def make_maps(route: Route, move: KVMove) -> list[Maps]:
         raise ValueError(f"a pair of ranks exchanges {move.busiest_pair} grains; the route has room for {route.sends}.")
     result = []
     for step in range(rounds):
-        width = route.sends * (1 if route.gathers else T)
-        read = np.zeros((T, route.locals + width), np.int32)
-        write = np.full((T, route.locals + route.sends * T), NOWHERE, np.int32)
+        reads, writes = map_widths(route)
+        read, write = np.zeros((T, reads), np.int32), np.full((T, writes), NOWHERE, np.int32)
         if step == 0:
             for rank, pairs in enumerate(move.local):
                 read[rank, : len(pairs)], write[rank, : len(pairs)] = pairs[:, 0], pairs[:, 1]

@@ -16,8 +16,8 @@ class Status(enum.Enum):
 class Request:
     """A prompt and one of its samples.
 
-    `computed` counts the tokens whose history is stored or being stored by a dispatched step; `in_flight` the tokens that a
-    dispatched step draws and nobody has read yet.
+    `computed` counts the tokens whose history is stored or being stored by a dispatched step; `in_flight` the tokens
+    that a dispatched step draws and nobody has read yet.
     """
 
     name: str

@@ -15,7 +15,7 @@ from splash_jax.scheduler.request import Request, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Rows of one request in a step: `rows` of them from position `start`; `draws` when the last one's token is drawn."""
+    """`rows` rows of one request from position `start`; `draws` when the token after the last of them is drawn."""
 
     request: Request
     start: int
@@ -64,7 +64,7 @@ class Scheduler:
     def schedule(self, pool: PagePool, largest: bool = False) -> Schedule:
         """Choose the next step's rows and take their pages in `pool`.
 
-        May preempt, so every result must have been read when `under_pressure`. With `largest` the bucket is the last one.
+        May preempt: every result must have been read when `under_pressure`. With `largest` the bucket is the last.
         """
         step = _Step(pool, self._buckets(pool.layout))
         preempted: list[Request] = []

@@ -1,0 +1,51 @@
+"""What an engine asks of the process and platform it runs on."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+log = logging.getLogger("splash_jax")
+
+CACHE_DIR = "jax_compilation_cache_dir"
+NUM_CPU_DEVICES = "jax_num_cpu_devices"
+
+
+def prepare_platform(num_devices: int) -> None:
+    """Ask for virtual CPU devices while that is still possible, and warn of the known deadlock when it is not."""
+    if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+        return
+    told = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    try:
+        if not told and getattr(jax.config, NUM_CPU_DEVICES) < num_devices:
+            jax.config.update(NUM_CPU_DEVICES, num_devices)
+    except RuntimeError:
+        log.debug("devices exist already; their number stays")
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if num_devices > 1 and version < (0, 12) and int(os.environ.get("NPROC", "0")) < 16:
+        warnings.warn(
+            "several virtual CPU devices can deadlock in this JAX: set NPROC=32 in the environment before JAX starts.",
+            stacklevel=3,
+        )
+
+
+def use_compilation_cache(path: Path | None) -> None:
+    """Keep compiled programs in JAX's persistent cache, small ones too, unless the process already has one."""
+    if path is None:
+        return
+    if getattr(jax.config, CACHE_DIR) is None:
+        jax.config.update(CACHE_DIR, str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    log.info("compiled programs are kept in %s", getattr(jax.config, CACHE_DIR))
+
+
+def free_memory(mesh: Mesh) -> int | None:
+    """Bytes free on the fullest device, a tenth kept back; None where the platform does not say (CPU)."""
+    stats = [device.memory_stats() for device in mesh.devices.flat]
+    if any(not s or "bytes_limit" not in s for s in stats):
+        return None
+    return int(min(s["bytes_limit"] - s["bytes_in_use"] for s in stats) * 0.9)

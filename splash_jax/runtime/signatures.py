@@ -1,0 +1,210 @@
+"""What every program computes, and the shapes and shardings of what goes in and comes out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from splash_jax.kv.store import pool_struct
+from splash_jax.layouts import local_spec, pool_spec, row_spec, weight_spec
+from splash_jax.models.deepseek_v3_weights import layer_kind, model_leaves
+from splash_jax.models.params import Leaf
+from splash_jax.ownership import Bucket, Layout
+from splash_jax.runtime.batch import FLOAT_FIELDS, INT_FIELDS, local_size
+from splash_jax.runtime.keys import Key, ResetKey, StepKey, SwitchKey
+from splash_jax.runtime.sampler import SamplerState
+from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
+from splash_jax.runtime.step import Step
+from splash_jax.runtime.transfer import Route, map_widths, move_pool, move_weights, scatter_round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A function of local views, its arguments (shape, PartitionSpec) in order, and what it donates."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]  # trees of shapes
+    specs: tuple[Any, ...]  # trees of PartitionSpecs, or prefixes of them
+    out_specs: Any
+    donates: tuple[int, ...] = ()
+
+
+class Signatures:
+    """Signatures of all programs of an engine on a mesh."""
+
+    def __init__(self, mesh: Mesh, shapes: Shapes) -> None:
+        self.mesh, self.shapes = mesh, shapes
+        self.leaves = model_leaves(shapes.model, int(mesh.devices.size))
+
+    def of(self, key: Key) -> Signature:
+        if isinstance(key, ResetKey):
+            return self._reset()
+        if isinstance(key, SwitchKey):
+            return self._switch(key)
+        parts = {"embed": self._embed, "head": self._head, "score": self._score}
+        return parts.get(key.part, self._layer)(key)
+
+    def structs(self, signature: Signature) -> tuple[Any, ...]:
+        """The arguments' shapes with their shardings."""
+
+        def struct(spec: P, tree: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype or self.shapes.dtype), sharding=sharding),
+                tree,
+                is_leaf=lambda x: isinstance(x, Leaf),
+            )
+
+        return jax.tree.map(struct, signature.specs, signature.args, is_leaf=lambda x: isinstance(x, P))
+
+    def _embed(self, key: StepKey) -> Signature:
+        table = self.leaves["embed"]
+        return Signature(
+            function=Step(self.shapes, key.layout, key.bucket).embed,
+            args=(table, _ints(self.shapes.slots), self._rows(key.layout, key.bucket)),
+            specs=(weight_spec(key.layout, table.dims), P(), P()),
+            out_specs=row_spec(key.layout),
+        )
+
+    def _layer(self, key: StepKey) -> Signature:
+        layout, shapes = key.layout, self.shapes
+        kinds = [layer_kind(shapes.model, i) for i in range(shapes.model.num_layers)]
+        weights = self.leaves["layers"][kinds.index(key.part)]
+        specs = jax.tree.map(
+            lambda leaf: weight_spec(layout, leaf.dims), weights, is_leaf=lambda x: isinstance(x, Leaf)
+        )
+        local = _ints(layout.size, local_size(shapes, layout, key.bucket))
+        rows = self._rows(layout, key.bucket)
+        return Signature(
+            function=Step(shapes, layout, key.bucket).layer,
+            args=(weights, self._hidden(layout, key.bucket), self._pool(layout, key.pages), rows, local),
+            specs=(specs, row_spec(layout), pool_spec(layout), P(), local_spec(layout)),
+            out_specs=(row_spec(layout), pool_spec(layout)),
+            donates=(1, 2),
+        )
+
+    def _head(self, key: StepKey) -> Signature:
+        layout, bucket = key.layout, key.bucket
+        weights, specs = self._head_weights(layout)
+        total, dealt = sample_rows(layout, bucket), local_spec(layout)
+        floats = jax.ShapeDtypeStruct((total, len(FLOAT_FIELDS)), jnp.float32)
+        ints = _ints(total, len(INT_FIELDS) + MAX_STOP_IDS)
+        picks = _ints(*groups(layout), bucket.sequences)
+        return Signature(
+            function=Step(self.shapes, layout, bucket).head,
+            args=(weights, self._state(), self._hidden(layout, bucket), picks, floats, ints),
+            specs=(specs, P(), row_spec(layout), P(), dealt, dealt),
+            out_specs=(P(), dealt),
+            donates=(1,),
+        )
+
+    def _score(self, key: StepKey) -> Signature:
+        weights, specs = self._head_weights(key.layout)
+        return Signature(
+            function=Step(self.shapes, key.layout, key.bucket).score,
+            args=(weights, self._hidden(key.layout, key.bucket)),
+            specs=(specs, row_spec(key.layout)),
+            out_specs=P(None, key.layout.axis_names),
+        )
+
+    def _reset(self) -> Signature:
+        def reset(state: SamplerState, slot: jax.Array, row: jax.Array) -> SamplerState:
+            return SamplerState(state.last, state.counts.at[slot].set(row))
+
+        args = (self._state(), _ints(), _ints(self.shapes.model.vocab_size))
+        return Signature(function=reset, args=args, specs=(P(), P(), P()), out_specs=P(), donates=(0,))
+
+    def _switch(self, key: SwitchKey) -> Signature:
+        if key.more:
+            return self._more(key.route)
+        moving = self._transfer(key.route)
+        if key.kind is None or key.bucket is None:
+            return moving
+        route = key.route
+        layer = self._layer(StepKey(part=key.kind, layout=route.dst, bucket=key.bucket, pages=route.dst_pages))
+        split = len(layer.args)
+
+        def beside(*args: Any) -> Any:
+            arrived = moving.function(*args[split:])
+            return (*layer.function(*args[:split]), *arrived)
+
+        return Signature(
+            function=beside,
+            args=(*layer.args, *moving.args),
+            specs=(*layer.specs, *moving.specs),
+            out_specs=(*layer.out_specs, *moving.out_specs),
+            donates=(*layer.donates, *(split + i for i in moving.donates)),
+        )
+
+    def _transfer(self, route: Route) -> Signature:
+        leaves = self.leaves["layers"][0]["moved"]
+        head_dims = {name: leaf.dims.index("heads") for name, leaf in leaves.items()}
+
+        def transfer(moved: Any, pool: jax.Array, read: jax.Array, write: jax.Array) -> Any:
+            with jax.named_scope("switch.move"):
+                return move_weights(route, moved, head_dims), move_pool(route, pool, read, write)
+
+        maps = local_spec(route.src)
+        return Signature(
+            function=transfer,
+            args=(leaves, self._pool(route.src, route.src_pages), *self._maps(route)),
+            specs=(_leaf_specs(route.src, leaves), pool_spec(route.src), maps, maps),
+            out_specs=(_leaf_specs(route.dst, leaves), pool_spec(route.dst)),
+            donates=(0, 1),
+        )
+
+    def _more(self, route: Route) -> Signature:
+        def more(pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
+            flat = pool.reshape(-1, route.grain, pool.shape[-1])
+            return scatter_round(route, flat, flat, read, write).reshape(pool.shape)
+
+        maps = local_spec(route.dst)
+        return Signature(
+            function=more,
+            args=(self._pool(route.dst, route.dst_pages), *self._maps(route)),
+            specs=(pool_spec(route.dst), maps, maps),
+            out_specs=pool_spec(route.dst),
+            donates=(0,),
+        )
+
+    def _maps(self, route: Route) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        read, write = map_widths(route)
+        return _ints(route.src.size, read), _ints(route.src.size, write)
+
+    def _head_weights(self, layout: Layout) -> tuple[dict[str, Leaf], dict[str, P]]:
+        leaves = {name: self.leaves[name] for name in ("final_norm", "lm_head")}
+        return leaves, _leaf_specs(layout, leaves)
+
+    def _hidden(self, layout: Layout, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        shape = (*groups(layout), bucket.rows, self.shapes.model.hidden_size)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.shapes.dtype))
+
+    def _pool(self, layout: Layout, pages: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.mesh, pool_spec(layout))
+        return pool_struct(sharding, self.shapes.kv, pages, self.shapes.width, self.shapes.dtype)
+
+    def _rows(self, layout: Layout, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        return _ints(3, *groups(layout), bucket.rows)
+
+    def _state(self) -> dict[str, jax.ShapeDtypeStruct] | Any:
+        return jax.tree.map(lambda x: _ints(*x.shape), host_state(self.shapes))
+
+
+def host_state(shapes: Shapes) -> SamplerState:
+    """The sampler's state before any token, as numpy: counts are [slots, V], or [1, 1] where nobody may need them."""
+    counts = (shapes.slots, shapes.model.vocab_size) if shapes.penalties else (1, 1)
+    zeros: Any = (np.zeros((shapes.slots,), np.int32), np.zeros(counts, np.int32))
+    return SamplerState(*zeros)
+
+
+def _leaf_specs(layout: Layout, leaves: dict[str, Leaf]) -> dict[str, P]:
+    return {name: weight_spec(layout, leaf.dims) for name, leaf in leaves.items()}
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -34,6 +34,8 @@ from splash_jax.runtime import (
 from splash_jax.runtime.keys import Key
 from splash_jax.runtime.transfer import Route
 
+DEFAULT_MOST_TOKENS = 1 << 18  # per rank, where nobody says how much memory there is
+
 Progress = Callable[[str, int, int], None]  # what, done, in all
 
 
@@ -155,8 +157,8 @@ def state_bytes(model: ModelConfig, dtype: str, ranks: int, kv: KVShape) -> Stat
 
 
 def _default_budget(config: EngineConfig, state: StateBytes, kv: KVShape, longest: int) -> int:
-    """On CPU: whole projections, and pages for two of the longest requests or an even share of what may run."""
-    tokens = max(2 * longest, config.max_num_seqs * longest // (2 * config.num_devices))
+    """On CPU: whole projections, and an even share of the longest requests that may run, within reason."""
+    tokens = max(2 * longest, min(config.max_num_seqs * longest // config.num_devices, DEFAULT_MOST_TOKENS))
     pages = -(-tokens // kv.page_size)
     fixed = state.common + state.projections * (state.num_layers + 1) + config.reserve_bytes
     return fixed + pages * kv.page_size * kv.bytes_per_token * (state.num_layers + 1)

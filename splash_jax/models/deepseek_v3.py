@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from splash_jax.models import mla
 from splash_jax.models.config import ModelConfig
-from splash_jax.models.math import add_bias, gated_mlp, rms_norm
+from splash_jax.models.math import add_bias, dot, gated_mlp, rms_norm
 from splash_jax.models.moe import run_experts
 
 
@@ -77,6 +77,6 @@ def embed(cfg: ModelConfig, table: jax.Array, ids: jax.Array, rank: jax.Array) -
 def logits(cfg: ModelConfig, final_norm: jax.Array, head: jax.Array, x: jax.Array, rank: jax.Array) -> jax.Array:
     """Rows x [N, d] to this rank's part of the vocabulary, f32[N, V / ranks]; padding entries are -inf."""
     h = rms_norm(x, final_norm, cfg.rms_norm_eps)
-    out = jnp.matmul(h, head, preferred_element_type=jnp.float32)
-    token = rank * head.shape[1] + jnp.arange(head.shape[1])
+    out = dot(h, head, jnp.float32)
+    token = rank * head.shape[0] + jnp.arange(head.shape[0])
     return jnp.where(token[None] < cfg.vocab_size, out, -jnp.inf)

@@ -24,9 +24,9 @@ def model_leaves(cfg: ModelConfig, ranks: int) -> dict[str, Any]:
     embed = "model.embed_tokens.weight"
     head = embed if cfg.tie_word_embeddings else "lm_head.weight"
     return {
-        "embed": _embedding(embed, V, d, ranks),
+        "embed": linear(embed, V, d, ("ranks", None), ranks),
         "final_norm": vector("model.norm.weight", d),
-        "lm_head": linear(head, d, V, (None, "ranks"), ranks),
+        "lm_head": linear(head, V, d, ("ranks", None), ranks),
         "layers": [_layer(cfg, i, ranks) for i in range(cfg.num_layers)],
     }
 
@@ -63,11 +63,11 @@ def _attention(cfg: ModelConfig, p: str) -> dict[str, Leaf]:
     """The part of attention that every rank holds in every layout."""
     d, r, c, rope = cfg.hidden_size, cfg.q_lora_rank, cfg.kv_lora_rank, cfg.qk_rope_head_dim
     leaves = {
-        "kv_a": linear(p + "kv_a_proj_with_mqa.weight", d, c + rope),
+        "kv_a": linear(p + "kv_a_proj_with_mqa.weight", c + rope, d),
         "kv_a_norm": vector(p + "kv_a_layernorm.weight", c),
     }
     if r is not None:
-        leaves["q_a"] = linear(p + "q_a_proj.weight", d, r)
+        leaves["q_a"] = linear(p + "q_a_proj.weight", r, d)
         leaves["q_a_norm"] = vector(p + "q_a_layernorm.weight", r)
     if cfg.attention_bias:
         leaves["kv_a_bias"] = vector(p + "kv_a_proj_with_mqa.bias", c + rope)
@@ -84,15 +84,15 @@ def _moved(cfg: ModelConfig, p: str) -> dict[str, Leaf]:
     q_in = d if cfg.q_lora_rank is None else cfg.q_lora_rank
     q_name = "q_proj.weight" if cfg.q_lora_rank is None else "q_b_proj.weight"
     return {
-        "q_b": linear(p + q_name, q_in, H * qk, (None, "heads")),
-        "w_uk": _kv_b(cfg, p + "kv_b_proj.weight", slice(0, n), transpose=False),
-        "w_uv": _kv_b(cfg, p + "kv_b_proj.weight", slice(n, n + v), transpose=True),
-        "o": linear(p + "o_proj.weight", H * v, d, ("heads", None)),
+        "q_b": linear(p + q_name, H * qk, q_in, ("heads", None)),
+        "w_uk": _kv_b(cfg, p + "kv_b_proj.weight", slice(0, n), transpose=True),
+        "w_uv": _kv_b(cfg, p + "kv_b_proj.weight", slice(n, n + v), transpose=False),
+        "o": linear(p + "o_proj.weight", d, H * v, (None, "heads")),
     }
 
 
 def _kv_b(cfg: ModelConfig, name: str, rows: slice, *, transpose: bool) -> Leaf:
-    """Some rows of every head of KV-B: w_uk [H, n, c], or transposed w_uv [H, c, v]."""
+    """Some rows of every head of KV-B: w_uv [H, v, c], or transposed w_uk [H, c, n]."""
     H, c, per_head = cfg.num_heads, cfg.kv_lora_rank, cfg.qk_nope_head_dim + cfg.v_head_dim
     width = rows.stop - rows.start
 
@@ -107,58 +107,55 @@ def _kv_b(cfg: ModelConfig, name: str, rows: slice, *, transpose: bool) -> Leaf:
 
 
 def _mlp(p: str, d: int, width: int, ranks: int) -> dict[str, Leaf]:
-    """A gated MLP whose width is cut over the ranks: gate_up [d, 2, F], down [F, d]."""
+    """A gated MLP whose width is cut over the ranks: gate_up [2, F, d], down [d, F]."""
     names = (p + "gate_proj.weight", p + "up_proj.weight")
 
     def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
-        columns = clip(index[2], width)
-        blocks = [ckpt.read(name, (columns, index[0])).T for name in names[index[1]]]
-        return fill(extent(index), np.stack(blocks, 1))
+        blocks = [ckpt.read(name, (clip(index[1], width), index[2])) for name in names[index[0]]]
+        return fill(extent(index), np.stack(blocks))
 
     gate_up = Leaf(
-        shape=(d, 2, padded(width, ranks)),
-        dims=(None, None, "ranks"),
+        shape=(2, padded(width, ranks), d),
+        dims=(None, "ranks", None),
         sources=dict.fromkeys(names, (width, d)),
         read=read,
     )
-    return {"gate_up": gate_up, "down": linear(p + "down_proj.weight", width, d, ("ranks", None), ranks)}
+    return {"gate_up": gate_up, "down": linear(p + "down_proj.weight", d, width, (None, "ranks"), ranks)}
 
 
-def _moe(cfg: ModelConfig, p: str, ranks: int) -> dict[str, Leaf]:
-    """Routed experts, dealt out whole over the ranks: gate_up [E, d, 2 f], down [E, f, d]. The router is float32."""
-    E, d, f = cfg.num_experts, cfg.hidden_size, cfg.moe_intermediate_size
+def _moe(cfg: ModelConfig, p: str, ranks: int) -> dict[str, Any]:
+    """The router, in float32, and the routed experts: rank r holds experts r n .. r n + n - 1.
 
-    def names(kind: str, experts: slice) -> list[str]:
-        return [f"{p}experts.{e}.{kind}_proj.weight" for e in range(E)[experts]]
-
-    def read_gate_up(ckpt: Checkpoint, index: Index) -> np.ndarray:
-        experts = clip(index[0], E)
-        pairs = zip(names("gate", experts), names("up", experts), strict=True)
-        blocks = [np.concatenate([ckpt.read(g), ckpt.read(u)]).T[index[1], index[2]] for g, u in pairs]
-        return fill(extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32))
-
-    def read_down(ckpt: Checkpoint, index: Index) -> np.ndarray:
-        blocks = [ckpt.read(n).T[index[1], index[2]] for n in names("down", clip(index[0], E))]
-        return fill(extent(index), np.stack(blocks) if blocks else np.zeros((0, *extent(index)[1:]), np.float32))
-
-    every = slice(0, E)
-    up_sources = dict.fromkeys(names("gate", every) + names("up", every), (f, d))
-    dims = ("ranks", None, None)
+    `experts[j]` is the j-th expert of every rank, gate_up [ranks, 2 f, d] and down [ranks, d, f]: an array for each,
+    so that a program can run one of them without copying it out of a stack.
+    """
+    E, d = cfg.num_experts, cfg.hidden_size
+    per_rank = padded(E, ranks) // ranks
     return {
-        "router": linear(p + "gate.weight", d, E, dtype="float32"),
+        "router": linear(p + "gate.weight", E, d, dtype="float32"),
         "router_bias": vector(p + "gate.e_score_correction_bias", E, dtype="float32"),
-        "gate_up": Leaf(shape=(padded(E, ranks), d, 2 * f), dims=dims, sources=up_sources, read=read_gate_up),
-        "down": Leaf(
-            shape=(padded(E, ranks), f, d),
-            dims=dims,
-            sources=dict.fromkeys(names("down", every), (d, f)),
-            read=read_down,
-        ),
+        "experts": [_expert_slot(cfg, p, ranks, per_rank, slot) for slot in range(per_rank)],
     }
 
 
-def _embedding(name: str, V: int, d: int, ranks: int) -> Leaf:
-    def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
-        return fill(extent(index), ckpt.read(name, (clip(index[0], V), index[1])))
+def _expert_slot(cfg: ModelConfig, p: str, ranks: int, per_rank: int, slot: int) -> dict[str, Leaf]:
+    """One expert of every rank; zeros where a rank has none left."""
+    d, f = cfg.hidden_size, cfg.moe_intermediate_size
+    experts = [rank * per_rank + slot for rank in range(ranks)]
 
-    return Leaf(shape=(padded(V, ranks), d), dims=("ranks", None), sources={name: (V, d)}, read=read)
+    def leaf(shape: tuple[int, int], kinds: tuple[str, ...], size: tuple[int, int]) -> Leaf:
+        def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
+            blocks = []
+            for expert in experts[index[0]]:
+                if expert < cfg.num_experts:
+                    parts = [ckpt.read(f"{p}experts.{expert}.{kind}_proj.weight") for kind in kinds]
+                    blocks.append(np.concatenate(parts)[index[1:]])
+                else:
+                    blocks.append(np.zeros(extent(index)[1:], np.float32))
+            return np.stack(blocks)
+
+        real = [expert for expert in experts if expert < cfg.num_experts]
+        sources = {f"{p}experts.{expert}.{kind}_proj.weight": size for expert in real for kind in kinds}
+        return Leaf(shape=(ranks, *shape), dims=("ranks", None, None), sources=sources, read=read)
+
+    return {"gate_up": leaf((2 * f, d), ("gate", "up"), (f, d)), "down": leaf((d, f), ("down",), (d, f))}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from splash_jax.models.config import ModelConfig, softmax_scale
-from splash_jax.models.math import add_bias, dot, rms_norm
+from splash_jax.models.math import add_bias, dot, dot_heads, rms_norm
 from splash_jax.models.rope import inv_freq, rope_attention_factor
 
 LORA_NORM_EPS = 1e-6  # of q_a and kv_a norms, whatever rms_norm_eps says
@@ -31,9 +31,7 @@ def queries(cfg: ModelConfig, attn: Weights, moved: Weights, x: jax.Array, posit
     n, p = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
     q = dot(x, moved["q_b"]).reshape(*x.shape[:-1], -1, n + p)
     rotary = rotate(cfg, q[..., n:], jnp.expand_dims(positions, -1))
-    nope = q[..., :n].reshape(-1, q.shape[-2], n)
-    absorbed = jnp.einsum("nhk,hkc->nhc", nope, moved["w_uk"], preferred_element_type=jnp.float32)
-    absorbed = absorbed.astype(x.dtype).reshape(*q.shape[:-1], -1)
+    absorbed = dot_heads(q[..., :n], moved["w_uk"])
     return jnp.concatenate([absorbed, rotary], -1) * jnp.asarray(softmax_scale(cfg), x.dtype)
 
 
@@ -47,8 +45,7 @@ def latents(cfg: ModelConfig, attn: Weights, x: jax.Array, positions: jax.Array)
 
 def outputs(moved: Weights, out: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Attention over latents f32[..., heads here, c] to [..., d], partial where heads are split; no bias."""
-    flat = out.astype(dtype).reshape(-1, *out.shape[-2:])
-    values = jnp.einsum("nhc,hcv->nhv", flat, moved["w_uv"], preferred_element_type=jnp.float32).astype(dtype)
+    values = dot_heads(out.astype(dtype), moved["w_uv"])
     return dot(values.reshape(*out.shape[:-2], -1), moved["o"])
 
 

@@ -4,6 +4,8 @@ Routing is replicated: every rank sees every row and runs the experts it holds.
 """
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,15 @@ import jax.numpy as jnp
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.math import dot
 
+FEW_ROWS = 8  # up to here an expert runs on every row: cheaper than picking out those that chose it
+
 
 def route(cfg: ModelConfig, router: jax.Array, bias: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Experts of every row: ids i32[N, k] and combine weights f32[N, k], routed scaling applied here and nowhere else.
 
     The bias chooses and does not weigh; everything is float32 whatever the type of x [N, d].
     """
-    scores = jax.nn.sigmoid(jnp.matmul(x.astype(jnp.float32), router, precision="highest"))
+    scores = jax.nn.sigmoid(jnp.matmul(x.astype(jnp.float32), router.T, precision="highest"))
     biased = scores + bias[None]
     if cfg.n_group > 1:
         grouped = biased.reshape(-1, cfg.n_group, cfg.num_experts // cfg.n_group)
@@ -33,47 +37,66 @@ def route(cfg: ModelConfig, router: jax.Array, bias: jax.Array, x: jax.Array) ->
 
 
 def tile_rows(rows: int, per_token: int, experts: int) -> int:
-    """Rows per tile of `run_experts`: about twice an expert's even share, so that most experts take one tile."""
-    share = max(1, 2 * rows * per_token // experts)
+    """Rows that one read of an expert's weights serves: about twice its even share, so that most need one."""
+    share = max(FEW_ROWS, 2 * rows * per_token // experts)
     return min(64, 1 << (share - 1).bit_length())
 
 
-def run_experts(
-    cfg: ModelConfig, moe: Mapping[str, jax.Array], x: jax.Array, valid: jax.Array, rank: jax.Array
-) -> jax.Array:
+def run_experts(cfg: ModelConfig, moe: Mapping[str, Any], x: jax.Array, valid: jax.Array, rank: jax.Array) -> jax.Array:
     """Weighted sum of this rank's experts for rows x [N, d]; rows where not `valid` bool[N] are left at zero.
 
-    Exact for every routing, however uneven: rows are sorted by expert and cut into tiles, and the loop runs over the
-    tiles there are. No collective inside, so ranks may run different numbers of tiles.
+    Exact for every routing, however uneven. An expert nobody chose costs nothing. No collective inside, so ranks may
+    do different amounts of work.
     """
     ids, weights = route(cfg, moe["router"], moe["router_bias"], x)
-    gate_up, down = moe["gate_up"], moe["down"]
-    here, k = gate_up.shape[0], cfg.num_experts_per_tok
-    local = ids - (rank * here).astype(ids.dtype)
-    local = jnp.where(valid[:, None] & (local >= 0) & (local < here), local, here).reshape(-1)
-    order = jnp.argsort(local, stable=True)
-    count = jnp.zeros((here + 1,), jnp.int32).at[local].add(1)[:here]
-    start = jnp.cumsum(count) - count
-    m = tile_rows(x.shape[0], k, cfg.num_experts)
-    last_tile = jnp.cumsum((count + (m - 1)) // m)
-    flat_weights = weights.reshape(-1)
+    experts = moe["experts"]
+    run = _all_rows
+    if x.shape[0] > FEW_ROWS:
+        run = partial(_chosen_rows, tile_rows=tile_rows(x.shape[0], ids.shape[1], cfg.num_experts))
+    total = jnp.zeros(x.shape, jnp.float32)
+    for slot, expert in enumerate(experts):
+        mine = (ids == (rank * len(experts) + slot).astype(ids.dtype)) & valid[:, None]
+        weight = jnp.where(mine, weights, 0.0).sum(-1)
+        total = run(expert["gate_up"][0], expert["down"][0], x, mine.any(-1), weight, total)
+    return total.astype(x.dtype)
+
+
+def _weighted(gate_up: jax.Array, down: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """One expert on rows [M, d], times weight f32[M]; exactly zero where the weight is."""
+    both = dot(x, gate_up)
+    f = both.shape[-1] // 2
+    out = dot(jax.nn.silu(both[:, :f]) * both[:, f:], down).astype(jnp.float32)
+    return jnp.where((weight > 0)[:, None], out * weight[:, None], 0.0)
+
+
+def _all_rows(
+    gate_up: jax.Array, down: jax.Array, x: jax.Array, chosen: jax.Array, weight: jax.Array, total: jax.Array
+) -> jax.Array:
+    """Add one expert's part to `total`, run on every row if any row chose it."""
+    add = lambda: total + _weighted(gate_up, down, x, weight)  # noqa: E731
+    return jax.lax.cond(chosen.any(), add, lambda: total)
+
+
+def _chosen_rows(
+    gate_up: jax.Array,
+    down: jax.Array,
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    total: jax.Array,
+    *,
+    tile_rows: int,
+) -> jax.Array:
+    """Add one expert's part to `total`, run on the rows that chose it, a tile at a time."""
+    m = tile_rows
+    order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
+    order = jnp.pad(order, (0, -len(order) % m), constant_values=len(order))
 
     def tile(t: jax.Array, total: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(last_tile, t, side="right").astype(jnp.int32)
-        first_tile = jnp.where(expert > 0, last_tile[expert - 1], 0)
-        place = (t - first_tile) * m + jnp.arange(m, dtype=jnp.int32)
-        real = place < count[expert]
-        chosen = order[jnp.minimum(start[expert] + place, order.shape[0] - 1)]
-        rows = jnp.where(real, chosen // k, x.shape[0])
+        rows = jax.lax.dynamic_slice_in_dim(order, t * m, m)
         h = x.at[rows].get(mode="fill", fill_value=0)
-        both = dot(h, jax.lax.dynamic_index_in_dim(gate_up, expert, 0, keepdims=False))
-        f = both.shape[-1] // 2
-        out = dot(
-            jax.nn.silu(both[:, :f]) * both[:, f:],
-            jax.lax.dynamic_index_in_dim(down, expert, 0, keepdims=False),
-        )
-        weighted = out.astype(jnp.float32) * flat_weights[chosen][:, None]
-        return total.at[rows].add(weighted, mode="drop")
+        part = _weighted(gate_up, down, h, weight.at[rows].get(mode="fill", fill_value=0))
+        return total.at[rows].add(part, mode="drop")
 
-    total = jax.lax.fori_loop(0, last_tile[-1], tile, jnp.zeros(x.shape, jnp.float32))
-    return total.astype(x.dtype)
+    tiles = (chosen.sum(dtype=jnp.int32) + (m - 1)) // m
+    return jax.lax.fori_loop(0, tiles, tile, total)

@@ -64,14 +64,18 @@ def vector(name: str, size: int, dtype: str | None = None) -> Leaf:
 
 
 def linear(
-    name: str, size_in: int, size_out: int, dims: tuple[str | None, str | None] = (None, None),
-    ranks: int = 1, dtype: str | None = None,
-) -> Leaf:  # fmt: skip
-    """A projection [in, out], which the file holds as [out, in]; a "ranks" dimension is padded."""
-    shape = tuple(padded(n, ranks) if d == "ranks" else n for n, d in zip((size_in, size_out), dims, strict=True))
+    name: str,
+    size_out: int,
+    size_in: int,
+    dims: tuple[str | None, str | None] = (None, None),
+    ranks: int = 1,
+    dtype: str | None = None,
+) -> Leaf:
+    """A projection [out, in], as the file has it; a "ranks" dimension is padded."""
+    sizes = (size_out, size_in)
+    shape = tuple(padded(n, ranks) if d == "ranks" else n for n, d in zip(sizes, dims, strict=True))
 
     def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
-        block = ckpt.read(name, (clip(index[1], size_out), clip(index[0], size_in))).T
-        return fill(extent(index), block)
+        return fill(extent(index), ckpt.read(name, (clip(index[0], size_out), clip(index[1], size_in))))
 
-    return Leaf(shape=shape, dims=dims, sources={name: (size_out, size_in)}, read=read, dtype=dtype)
+    return Leaf(shape=shape, dims=dims, sources={name: sizes}, read=read, dtype=dtype)

@@ -1,17 +1,14 @@
 """What several tests need: the small fixture of the scenarios, engines that compile only what they use, poison."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from splash_jax import LLM, RequestOutput
-from splash_jax.models.config import ModelConfig
-from splash_jax.models.deepseek_v3_weights import model_leaves
+from splash_jax.models.random_checkpoint import write_random_checkpoint
 
 LAYOUTS = ("tp", "dp", "cp", "dop")
 DIRECTIONS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
@@ -53,26 +50,8 @@ SMALL: dict[str, Any] = {
 
 
 def write_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A random checkpoint of the small fixture: weights with sign and spread, norms and router biases far from neutral."""
-    config = SMALL | changes
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    cfg = ModelConfig.from_dict(config, "small fixture")
-    rng = np.random.default_rng(seed)
-    sources: dict[str, tuple[int, ...]] = {}
-    for leaf in jax.tree.leaves(model_leaves(cfg, 1), is_leaf=lambda x: hasattr(x, "sources")):
-        sources.update(leaf.sources)
-    tensors = {}
-    for name, shape in sorted(sources.items()):
-        if "norm" in name:
-            value = rng.uniform(0.5, 1.5, shape)
-        elif name.endswith("bias"):
-            value = rng.normal(0, 0.1, shape)
-        else:
-            value = rng.normal(0, 1.0, shape) * (1.6 / np.sqrt(shape[-1]))
-        tensors[name] = value.astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    """A random checkpoint of the small fixture, with some of its settings changed."""
+    return write_random_checkpoint(folder, SMALL | changes, seed)
 
 
 def make_llm(model: Path, **settings: Any) -> LLM:

@@ -1,12 +1,18 @@
 """SPLASH for JAX: serving whose attention layout is live state (arXiv 2609.37626)."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from splash_jax.api import LLM, CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "small_model"]
 __version__ = "0.1.0"
+
+
+def small_model() -> Path:
+    """The directory of the embedded small model: a checkpoint like any other."""
+    return Path(__file__).parent / "assets" / "small"
 
 
 def __getattr__(name: str) -> Any:

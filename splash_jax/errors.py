@@ -1,5 +1,7 @@
 """Errors a user can meet. Each message names the values that clash and the next step."""
 
+from typing import Any
+
 
 class SplashError(Exception):
     """Base of every error this package raises on purpose."""
@@ -22,7 +24,12 @@ class RequestError(SplashError, ValueError):
 
 
 class SwitchRefused(SplashError, RuntimeError):
-    """A switch that does not fit; nothing has changed."""
+    """A switch that does not fit; nothing has changed.
+
+    `outputs` holds what `LLM.generate`, asked for the switch, completed all the same.
+    """
+
+    outputs: list[Any] | None = None
 
 
 class ProgramMissing(SplashError, RuntimeError):

@@ -9,7 +9,7 @@ import numpy as np
 
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.engine import Engine, EngineConfig, StepRecord
-from splash_jax.errors import RequestError, SplashError
+from splash_jax.errors import RequestError, SplashError, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.layouts import make_layout
 from splash_jax.ownership import SwitchPlan
@@ -70,14 +70,19 @@ class LLM:
         happens inside that step. `on_step` is called with the record of every step whose results were read.
 
         Raises `RequestError` for a prompt or setting that cannot be served (nothing is queued then), `LayoutError` for
-        an unknown layout, and `SwitchRefused` (after all requests are done) when a switch did not fit.
+        an unknown layout, and `SwitchRefused`, which carries the outputs, when a switch did not fit.
         """
+        self._check_switches(switches)
         texts = _prompt_list(prompts)
         params = _per_prompt(sampling_params, len(texts))
         ids = [self._encode(text) for text in texts]
         groups = self._queue(ids, params)
-        self._run([request for group in groups for request in group], switches, on_step)
-        return [self._output(text, group, p) for text, group, p in zip(texts, groups, params, strict=True)]
+        refusal = self._run([request for group in groups for request in group], switches, on_step)
+        outputs = [self._output(text, group, p) for text, group, p in zip(texts, groups, params, strict=True)]
+        if refusal is not None:
+            refusal.outputs = outputs
+            raise refusal
+        return outputs
 
     def chat(
         self,
@@ -98,9 +103,13 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int], *, switches: Mapping[int, str] | None = None) -> np.ndarray:
         """Logits after each of the given tokens, f32[len, vocab], computed by the serving path: chunked and paged."""
+        self._check_switches(switches)
         request = self.engine.add_request(self._name(), list(token_ids), SamplingParams(), score=True)
-        self._run([request], switches, None)
-        return self._take_logits(request)
+        refusal = self._run([request], switches, None)
+        rows = self._take_logits(request)
+        if refusal is not None:
+            raise refusal
+        return rows
 
     def plan(self, src: str | None = None, dst: str = "tp", *, tokens: Sequence[int] | None = None) -> SwitchPlan:
         """The plan of a switch, carried out by nobody.
@@ -131,11 +140,18 @@ class LLM:
         future = self.engine.request_switch(dst)
         while not future.done():
             self.engine.step()
+        self._settle()
         return future.result(timeout)
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step boundary."""
         self.engine.abort(request_id)
+
+    def _check_switches(self, switches: Mapping[int, str] | None) -> None:
+        for step, name in (switches or {}).items():
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise RequestError(f"switches maps steps, whole numbers from 0, to layouts; got step {step!r}.")
+            self.engine.allowed_layout(name)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -172,7 +188,8 @@ class LLM:
         requests: list[Request],
         switches: Mapping[int, str] | None,
         on_step: Callable[[StepRecord], None] | None,
-    ) -> None:
+    ) -> SwitchRefused | None:
+        """Drive requests to their ends; the first refusal of one of their switches, if any."""
         pending = dict(switches or {})
         futures, seen = [], len(self.engine.records)
         step = 0
@@ -185,9 +202,13 @@ class LLM:
                 for record in self.engine.records[seen:]:
                     on_step(record)
                 seen = len(self.engine.records)
+        self._settle()
+        refusals = (future.exception(0) for future in futures)
+        return next((error for error in refusals if isinstance(error, SwitchRefused)), None)
+
+    def _settle(self) -> None:
+        """Read what is in flight, unless there are requests that someone else drives."""
         self._drive(lambda: self.engine.busy and not self.engine.scheduler.unfinished)
-        for future in futures:
-            future.result(0)
 
     def _drive(self, condition: Callable[[], bool]) -> None:
         while condition():

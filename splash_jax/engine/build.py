@@ -17,7 +17,7 @@ from splash_jax.layouts.specs import check_heads
 from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
-from splash_jax.models.load import leaf_bytes, load_tree
+from splash_jax.models.load import load_tree
 from splash_jax.models.params import Leaf
 from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit
 from splash_jax.ownership.plan import weight_move
@@ -32,6 +32,7 @@ from splash_jax.runtime import (
     make_route,
 )
 from splash_jax.runtime.keys import Key
+from splash_jax.runtime.sizes import state_bytes
 from splash_jax.runtime.transfer import Route
 
 DEFAULT_MOST_TOKENS = 1 << 18  # per rank, where nobody says how much memory there is
@@ -140,20 +141,6 @@ def make_buckets(config: EngineConfig, layout: Layout) -> tuple[Bucket, ...]:
     tiles = max(1, -(-config.max_num_batched_tokens // (tile * groups)))
     small = [Bucket(decode=rows, tiles=0, tile=tile) for rows in decode]
     return (*small, Bucket(decode=most, tiles=tiles, tile=tile))
-
-
-def state_bytes(model: ModelConfig, dtype: str, ranks: int, kv: KVShape) -> StateBytes:
-    """Bytes of a model's weights by what a layout may do with them."""
-    leaves = model_leaves(model, ranks)
-    flat = jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, Leaf))
-    moved = list(leaves["layers"][0]["moved"].values())
-    common = sum(leaf_bytes(leaf, dtype) // (ranks if "ranks" in leaf.dims else 1) for leaf in flat if not leaf.moves)
-    return StateBytes(
-        projections=sum(leaf_bytes(leaf, dtype) for leaf in moved),
-        common=common,
-        kv_per_token=kv.bytes_per_token,
-        num_layers=model.num_layers,
-    )
 
 
 def _default_budget(config: EngineConfig, state: StateBytes, kv: KVShape, longest: int) -> int:

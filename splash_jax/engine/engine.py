@@ -141,11 +141,15 @@ class Engine:
 
     def request_switch(self, dst: str) -> "Future[SwitchPlan]":
         """Switch at the next step boundary. The future holds the plan carried out, or the `SwitchRefused`."""
-        if dst not in self.blueprint.layouts:
-            raise LayoutError(f"layout {dst!r} is not among the allowed layouts {', '.join(self.blueprint.layouts)}.")
-        future: Future[SwitchPlan] = Future()
-        self._switches.append((self.blueprint.layouts[dst], future))
+        layout, future = self.allowed_layout(dst), Future()
+        self._switches.append((layout, future))
         return future
+
+    def allowed_layout(self, name: str) -> Layout:
+        """The layout of a name; raises `LayoutError` for one that this engine was not built for."""
+        if name not in self.blueprint.layouts:
+            raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(self.blueprint.layouts)}.")
+        return self.blueprint.layouts[name]
 
     def plan(self, dst: Layout, now: Manifest | None = None) -> SwitchPlan:
         """The switch to `dst` from what is stored now, or from `now`. Raises `SwitchRefused` when it does not fit."""

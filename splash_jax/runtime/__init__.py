@@ -4,6 +4,7 @@ from splash_jax.runtime.batch import Batch, Draw, Work, build_batch
 from splash_jax.runtime.execute import DeviceState, Results, run_step
 from splash_jax.runtime.programs import Programs, ResetKey, StepKey, SwitchKey, fresh_state
 from splash_jax.runtime.shapes import Shapes
+from splash_jax.runtime.sizes import state_bytes
 from splash_jax.runtime.transfer import Route, make_maps, make_route, plan_route
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "make_route",
     "plan_route",
     "run_step",
+    "state_bytes",
 ]

@@ -5,7 +5,7 @@ size is updated in place.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -72,11 +72,12 @@ def make_route(
     )
     if sends is None:
         most = max(src_pages, dst_pages) * per_page
-        # What a pair exchanges of a request is rounded up to a grain, so each request may add one.
+        # What a pair exchanges of a request is rounded up to a grain; a rank is home to an even share of requests.
         share = math.ceil(most / ranks)
         # A later round of a gather reads what an earlier one must not have overwritten.
         one_round = shuffled or src_pages > dst_pages
-        sends = (most if one_round else share) if gathers else min(most, share + shapes.slots)
+        homes = math.ceil(shapes.slots / ranks)
+        sends = (most if one_round else share) if gathers else min(most, share + homes)
     relocated = dst_pages if shuffled else min(dst_pages, max(0, src_pages - dst_pages))
     return Route(
         src=src,
@@ -181,8 +182,11 @@ def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array,
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:
-    """The route that a plan takes."""
+    """The route that a plan takes; unless `sends` says otherwise, an exchange has room for all of it in one round."""
     before, after = plan.before, plan.after
-    return make_route(
+    route = make_route(
         shapes, before.layout, after.layout, before.pages_per_rank, after.pages_per_rank, plan.weights, sends
     )
+    if sends is not None or route.gathers or plan.kv.busiest_pair <= route.sends:
+        return route
+    return replace(route, sends=plan.kv.busiest_pair)

@@ -1,0 +1,1 @@
+"""The command line, `splash ...`: thin over the library. Importing it loads no jax, so that `process` acts before."""

@@ -1,0 +1,155 @@
+"""`splash demo`: one batch drains through all four layouts; what it cost and that no token changed."""
+
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from splash_jax.cli import scene as script
+from splash_jax.cli.live import RunView
+from splash_jax.cli.process import on_cpu, prepare_process
+from splash_jax.cli.report import compare, print_proof, print_switches, print_texts, switch_costs
+from splash_jax.cli.startup import startup_bars
+from splash_jax.cli.values import model_path, write_json
+
+if TYPE_CHECKING:
+    from splash_jax import LLM, RequestOutput
+    from splash_jax.cli.scene import Scene
+    from splash_jax.engine import StepRecord
+
+LARGEST = 1e-3  # difference of log-probabilities that the proof lets pass
+
+
+def demo(
+    num_devices: Annotated[int, Option("--num-devices", "-T", min=1, help="Devices; virtual ones on CPU.")] = 8,
+    out: Annotated[Path, Option(help="Folder for run.png and run.json.")] = Path("splash_demo"),
+    model: Annotated[str, Option(help="Checkpoint directory with a tokenizer.")] = "small",
+    json: Annotated[bool, Option("--json", help="Print run.json on stdout, all else on stderr.")] = False,
+) -> None:
+    """Drain a batch of 16 real prompts through dp, dop, tp, cp and back, and show what every switch did.
+
+    On a machine with accelerators: JAX_PLATFORMS=cpu splash demo.
+    """
+    began = perf_counter()
+    console = Console(stderr=json, highlight=False)
+    prepare_process(num_devices)
+    console.print(f"SPLASH demo: 16 prompts, {num_devices} devices, layouts {' -> '.join(script.layouts())}.")
+    llm = _start(console, model_path(model), num_devices)
+    ready = perf_counter() - began
+    console.print(f"Ready after {ready:.0f} s; nothing compiles from here on. Warming up every program.")
+    warm = _warm_up(llm)
+    scene = script.draw(llm)
+    console.print(f"\nThe live run: one batch, {len(scene.switches)} switches while its requests run.")
+    outputs, records = _run(llm, scene, console, "live run", scene.switches)
+    costs = switch_costs(llm, records, warm)
+    print_switches(console, costs, _place(num_devices))
+    console.print(f"\nThe proof: the same prompts and seeds again, in {script.FIXED} from beginning to end.")
+    _go_to(llm, script.FIXED)
+    fixed, _ = _run(llm, scene, console, f"fixed {script.FIXED}", {})
+    proof = compare(outputs, fixed)
+    print_proof(console, proof, script.FIXED)
+    print_texts(console, llm, scene, outputs)
+    result = _as_json(num_devices, ready, records, costs, proof, scene, outputs)
+    _save(out, result, records, num_devices)
+    console.print(f"\nPicture of the run: {out / 'run.png'}  (data: {out / 'run.json'})", soft_wrap=True)
+    console.print(f"Done after {perf_counter() - began:.0f} s.")
+    if json:
+        write_json(Path("-"), result)
+    if proof.largest > LARGEST or proof.equal < proof.tokens:
+        raise typer.Exit(1)
+
+
+def _start(console: Console, model: Path, num_devices: int) -> "LLM":
+    console.print("Loading and compiling (a minute or two; later runs find compiled programs).")
+    from splash_jax import LLM
+
+    with startup_bars() as progress:
+        return LLM(model, progress=progress, **script.settings(num_devices))
+
+
+def _warm_up(llm: "LLM") -> "list[StepRecord]":
+    """Run every program, in every layout of the script, and end where it began. Returns the steps' records."""
+    from splash_jax import SamplingParams
+
+    seqs = llm.engine.config.max_num_seqs
+    # More requests than may run at once: the later prompts join steps in which others decode, as a switch's step is.
+    lengths = [3 + i // 2 for i in range(seqs)] + [2] * (seqs // 2)
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=0) for n in lengths]
+    records = []
+    for layout in script.layouts():
+        _go_to(llm, layout)
+        first = len(llm.records)
+        llm.generate([[2 + i] * 8 for i in range(len(lengths))], params)
+        records += llm.records[first + 1 :]  # the first one waits for the host as no later one does
+    _go_to(llm, script.layouts()[0])
+    return records
+
+
+def _go_to(llm: "LLM", layout: str) -> None:
+    """Switch to a layout, with nothing running, along the directions that are compiled."""
+    following = dict(script.directions())
+    while llm.layout != layout:
+        llm.switch(following[llm.layout])
+    while llm.engine.busy:
+        llm.engine.step()  # read the switch's own step, so that its record is no part of what comes next
+
+
+def _run(
+    llm: "LLM", scene: "Scene", console: Console, name: str, switches: dict[int, str]
+) -> "tuple[list[RequestOutput], list[StepRecord]]":
+    first = len(llm.records)
+    with RunView(console, name, scene.tokens) as view:
+        outputs = llm.generate(scene.token_ids, script.params(scene), switches=switches, on_step=view.step)
+    return outputs, llm.records[first:]
+
+
+def _place(num_devices: int) -> str:
+    """Where times were measured, in words that keep them from being read as an accelerator's."""
+    import os
+
+    if on_cpu():
+        cores = os.cpu_count()
+        return f"CPU times: {num_devices} virtual devices share {cores} cores; they say nothing of accelerators"
+    import jax
+
+    return f"times on {num_devices} x {jax.devices()[0].device_kind}"
+
+
+def _save(out: Path, result: dict[str, Any], records: "list[StepRecord]", num_devices: int) -> None:
+    from splash_jax.cli.plots import draw_run
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "run.json", result)
+    draw_run(records, out / "run.png", num_devices)
+
+
+def _as_json(
+    num_devices: int,
+    ready: float,
+    records: "list[StepRecord]",
+    costs: list[Any],
+    proof: Any,
+    scene: "Scene",
+    outputs: "list[RequestOutput]",
+) -> dict[str, Any]:
+    def step(record: "StepRecord") -> dict[str, Any]:
+        names = [name for name in record.__slots__ if name != "switch"]
+        plan = None if record.switch is None else record.switch.summary()
+        return {name: getattr(record, name) for name in names} | {"switch": plan}
+
+    return {
+        "num_devices": num_devices,
+        "times": _place(num_devices),
+        "ready_seconds": ready,
+        "switches": [asdict(cost) for cost in costs],
+        "proof": asdict(proof) | {"fixed_layout": script.FIXED},
+        "texts": [
+            {"prompt": prompt, "text": output.outputs[0].text, "token_ids": list(output.outputs[0].token_ids)}
+            for prompt, output in zip(scene.prompts, outputs, strict=True)
+        ],
+        "steps": [step(record) for record in records],
+    }

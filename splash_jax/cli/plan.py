@@ -1,0 +1,193 @@
+"""`splash plan`: what every layout would hold and what every switch would move. No weights, no devices."""
+
+from dataclasses import asdict, replace
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from splash_jax.cli.process import prepare_process
+from splash_jax.cli.values import byte_size, in_bytes, model_path, token_counts, write_json
+
+if TYPE_CHECKING:
+    from splash_jax.engine import Blueprint, EngineConfig
+    from splash_jax.ownership import Manifest, SwitchPlan
+
+REFUSED = "refused *"  # the reason stands below the tables
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory (config.json is enough), or `small`.")],
+    num_devices: Annotated[int, Option("--num-devices", "-T", min=1, help="Ranks of the attention mesh.")],
+    src: Annotated[str | None, Option(help="Only switches from this layout.")] = None,
+    dst: Annotated[str | None, Option(help="Only switches to this layout.")] = None,
+    tokens: Annotated[str | None, Option(help="Tokens of each live request; default: one request per rank.")] = None,
+    max_model_len: Annotated[int | None, Option(help="Context length; default: the model's.")] = None,
+    max_num_seqs: Annotated[int, Option(help="Requests that run at once.")] = 16,
+    block_size: Annotated[int, Option(help="Tokens per page.")] = 16,
+    device_memory_bytes: Annotated[str | None, Option(metavar="SIZE", help="Per rank, e.g. 141G.")] = None,
+    dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
+    json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
+) -> None:
+    """Show the bytes of every layout and the plan of every switch between them."""
+    counts = None if tokens is None else token_counts(tokens)
+    budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
+    prepare_process(num_devices)
+    from splash_jax.engine import EngineConfig
+
+    config = EngineConfig(
+        model=model_path(model), num_devices=num_devices, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        block_size=block_size, device_memory_bytes=budget, dtype=dtype,
+    )  # fmt: skip
+    drawn = _draw_up_each(config)
+    example = next(b for b in drawn.values() if not isinstance(b, str))
+    counts = counts or [max(1, example.shapes.max_model_len // 8)] * num_devices
+    layouts = {name: b if isinstance(b, str) else _footprint(b) for name, b in drawn.items()}
+    plans = {pair: _plan(drawn, *pair, counts) for pair in _directions(config, src, dst)}
+    if str(json) != "-":
+        title = f"{model} on {num_devices} ranks, {example.shapes.dtype}, pages of {block_size} tokens"
+        _print(Console(highlight=False), title, counts, layouts, plans)
+    if json is not None:
+        write_json(json, _as_json(model, num_devices, counts, layouts, plans))
+
+
+def _directions(config: "EngineConfig", src: str | None, dst: str | None) -> list[tuple[str, str]]:
+    for name, value in (("--src", src), ("--dst", dst)):
+        if value is not None and value not in config.layouts:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(config.layouts)}.", param_hint=name)
+    if src is not None and src == dst:
+        raise typer.BadParameter(f"--src and --dst are both {src}; a switch needs two layouts.")
+    return [(a, b) for a, b in permutations(config.layouts, 2) if src in (None, a) and dst in (None, b)]
+
+
+def _draw_up_each(config: "EngineConfig") -> "dict[str, Blueprint | str]":
+    """Every layout by itself, so that one that does not fit does not hide the rest. Raises when none fits."""
+    from splash_jax.engine import draw_up
+    from splash_jax.errors import ConfigError, LayoutError
+
+    drawn: dict[str, Blueprint | str] = {}
+    refusal: Exception | None = None
+    for name in config.layouts:
+        try:
+            drawn[name] = draw_up(replace(config, layout=name, layouts=(name,)))
+        except (ConfigError, LayoutError) as error:
+            drawn[name], refusal = str(error), error
+    if refusal is not None and all(isinstance(b, str) for b in drawn.values()):
+        raise refusal
+    return drawn
+
+
+def _footprint(blueprint: "Blueprint") -> dict[str, int]:
+    """What a rank holds in a blueprint's only layout, and the tokens that all ranks hold together."""
+    from splash_jax.ownership import footprint
+
+    (layout,) = blueprint.layouts.values()
+    pages, size = blueprint.pages[layout], blueprint.shapes.kv.page_size
+    held = asdict(footprint(blueprint.state, layout, pages=pages, page_size=size))
+    return held | {"tokens": pages * size * layout.owner_groups * layout.position_shares, "total": sum(
+        held[name] for name in ("common", "projections", "kv", "transit"))}  # fmt: skip
+
+
+def _plan(drawn: "dict[str, Blueprint | str]", src: str, dst: str, counts: list[int]) -> "SwitchPlan | str":
+    """The plan of one direction, or why there is none."""
+    from splash_jax.errors import SwitchRefused
+    from splash_jax.ownership import plan_switch
+
+    before, after = drawn[src], drawn[dst]
+    if isinstance(before, str) or isinstance(after, str):
+        return f"layout {src if isinstance(before, str) else dst} is refused."
+    manifest = _fill(before, counts)
+    if isinstance(manifest, str):
+        return manifest
+    layout = after.layouts[dst]
+    try:
+        return plan_switch(manifest, layout, pages_per_rank=after.pages[layout], state=after.state)
+    except SwitchRefused as refusal:
+        return str(refusal)
+
+
+def _fill(blueprint: "Blueprint", counts: list[int]) -> "Manifest | str":
+    """Requests of so many tokens each in a blueprint's only layout, owners dealt round-robin."""
+    from splash_jax.kv import PagePool
+
+    (layout,) = blueprint.layouts.values()
+    pool = PagePool(layout, blueprint.shapes.kv, blueprint.pages[layout])
+    for i, count in enumerate(counts):
+        pool.add(str(i), i % layout.size)
+        if lack := pool.shortfall(str(i), count):
+            return f"layout {layout} cannot hold these requests: request {i} lacks {lack} pages on a rank."
+        pool.grow(str(i), count)
+    return pool.manifest()
+
+
+def _print(
+    console: Console,
+    title: str,
+    counts: list[int],
+    layouts: "dict[str, dict[str, int] | str]",
+    plans: "dict[tuple[str, str], SwitchPlan | str]",
+) -> None:
+    refused = {name: held for name, held in layouts.items() if isinstance(held, str)}
+    refused |= {
+        f"{src} -> {dst}": made
+        for (src, dst), made in plans.items()
+        if isinstance(made, str) and src not in refused and dst not in refused
+    }
+    console.print(f"{title}\n", soft_wrap=True)
+    console.print(_layout_table(layouts))
+    console.print(_switch_table(f"Switches with {len(counts)} requests of {sum(counts):,} tokens live", plans))
+    console.print("Pages: in use on the fullest rank / on every rank. Received: by the busiest rank.", soft_wrap=True)
+    for name, reason in refused.items():
+        console.print(f"* {name} refused: {reason}", soft_wrap=True, markup=False)
+
+
+def _layout_table(layouts: "dict[str, dict[str, int] | str]") -> Table:
+    table = Table(title="What a rank holds", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("layout")
+    for name in ("projections", "other", "in transit", "KV", "pages", "all ranks' tokens"):
+        table.add_column(name, justify="right")
+    for name, held in layouts.items():
+        if isinstance(held, str):
+            table.add_row(name, REFUSED)
+        else:
+            sizes = [in_bytes(held[key]) for key in ("projections", "common", "transit", "kv")]
+            table.add_row(name, *sizes, f"{held['pages']:,}", f"{held['tokens']:,}")
+    return table
+
+
+def _switch_table(title: str, plans: "dict[tuple[str, str], SwitchPlan | str]") -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("switch", "weights", "KV", "received", "pages before", "pages after"):
+        table.add_column(name, justify="left" if name in ("switch", "weights", "KV") else "right")
+    for (src, dst), made in plans.items():
+        if isinstance(made, str):
+            table.add_row(f"{src} -> {dst}", REFUSED)
+        else:
+            used = [f"{max(m.pages_used()):,} / {m.pages_per_rank:,}" for m in (made.before, made.after)]
+            received = in_bytes(max(made.bytes_per_rank()))
+            table.add_row(f"{src} -> {dst}", made.weights.primitive, made.kv.primitive, received, *used)
+    return table
+
+
+def _as_json(
+    model: str,
+    num_devices: int,
+    counts: list[int],
+    layouts: "dict[str, dict[str, int] | str]",
+    plans: "dict[tuple[str, str], SwitchPlan | str]",
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "num_devices": num_devices,
+        "tokens": counts,
+        "layouts": {name: {"refused": held} if isinstance(held, str) else held for name, held in layouts.items()},
+        "switches": [
+            {"src": src, "dst": dst, "refused": made} if isinstance(made, str) else made.summary()
+            for (src, dst), made in plans.items()
+        ],
+    }

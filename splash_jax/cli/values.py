@@ -1,0 +1,66 @@
+"""Values of options: sizes, switches, models. What cannot be meant is a usage error (exit code 2)."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import splash_jax
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", re.IGNORECASE)
+
+
+def model_path(name: str) -> Path:
+    """A checkpoint directory; `small` is the one that comes with the package."""
+    return splash_jax.small_model() if name == "small" else Path(name)
+
+
+def byte_size(text: str) -> int:
+    """Bytes of 64M, 1G, 1.5GiB or 1000; units are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size in bytes; write 64M, 1G or 1000000.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def switch_steps(texts: list[str]) -> dict[int, str]:
+    """Step -> layout of options like 40:dp, in order of steps."""
+    switches: dict[int, str] = {}
+    for text in texts:
+        step, colon, layout = text.partition(":")
+        if not colon or not step.isdecimal() or not layout:
+            raise typer.BadParameter(f"{text!r} is not STEP:LAYOUT; write 40:dp.", param_hint="--switch")
+        if int(step) in switches:
+            raise typer.BadParameter(f"step {step} has two switches; give it one.", param_hint="--switch")
+        switches[int(step)] = layout
+    return dict(sorted(switches.items()))
+
+
+def token_counts(text: str) -> list[int]:
+    """Numbers of tokens of options like 40,100."""
+    parts = [part.strip() for part in text.split(",")]
+    if any(not part.isdecimal() or int(part) < 1 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of token counts; write 40,100,100.", param_hint="--tokens")
+    return [int(part) for part in parts]
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 999.5 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Write a value as JSON into a file; `-` is stdout."""
+    text = json.dumps(value, indent=1)
+    if str(target) == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        target.write_text(text + "\n", encoding="utf-8")

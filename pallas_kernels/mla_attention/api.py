@@ -43,8 +43,8 @@ def mla_attention(
     Args:
       q: [R, H, D], absorbed and scaled; R = decode + tiles * tile.
       positions: i32[R]; a row at position -1 is padding and sees nothing.
-      pool: [P, page_size, D]; keys are whole rows, values their first `value_width` columns. Pages and slots that no
-        visible key lies in are never read as numbers: they may hold NaN.
+      pool: [P, page_size, D]; keys are whole rows, values their first `value_width` columns. Pages and slots beyond
+        `held` are never read as numbers: they may hold NaN.
       table: see `PageTable`; decode = S - tiles follows from the shapes.
 
     Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; (0, -inf) for a row that sees nothing here.

@@ -1,6 +1,7 @@
 """Online softmax over blocks of pages, for every platform XLA compiles for.
 
-The loop runs only as far as the longest history of the step, so one program serves every context length.
+Sequences go in small groups; the loop over blocks runs only as far as the longest history of its group, so one program
+serves every context length and a short request does not pay for a long one.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from pallas_kernels.mla_attention.api import PageTable
 
 BLOCK_TOKENS = 256
+GROUP_ROWS = 2048  # query rows (times heads) that share a pass over their keys, so that a block stays in cache
+GROUP_SEQUENCES = 8
 
 
 def attend(
@@ -33,18 +36,35 @@ def attend(
         if seqs == 0:
             continue
         q_SQHD = q[first_row : first_row + seqs * rows].reshape(seqs, rows, *q.shape[1:])
-        out, lse = _attend_sequences(
-            q_SQHD,
-            positions[first_row : first_row + seqs * rows].reshape(seqs, rows),
-            pool,
-            jax.tree.map(lambda x, a=first_seq, b=first_seq + seqs: x[a:b], table),
-            value_width,
-            shares,
-            interleave,
-        )
+        positions_SQ = positions[first_row : first_row + seqs * rows].reshape(seqs, rows)
+        own = jax.tree.map(lambda x, a=first_seq, b=first_seq + seqs: x[a:b], table)
+        out, lse = _attend_grouped(q_SQHD, positions_SQ, pool, own, value_width, shares, interleave)
         outs.append(out.reshape(seqs * rows, *out.shape[2:]))
         lses.append(lse.reshape(seqs * rows, -1))
     return jnp.concatenate(outs), jnp.concatenate(lses)
+
+
+def _attend_grouped(
+    q_SQHD: jax.Array,
+    positions_SQ: jax.Array,
+    pool_PKD: jax.Array,
+    table: "PageTable",
+    value_width: int,
+    shares: int,
+    interleave: int,
+) -> tuple[jax.Array, jax.Array]:
+    S, Q, H, _ = q_SQHD.shape
+    most = max(1, min(GROUP_SEQUENCES, GROUP_ROWS // (Q * H)))
+    size = next(n for n in range(min(most, S), 0, -1) if S % n == 0)
+
+    def group(args: tuple[jax.Array, jax.Array, "PageTable"]) -> tuple[jax.Array, jax.Array]:
+        q, positions, own = args
+        return _attend_sequences(q, positions, pool_PKD, own, value_width, shares, interleave)
+
+    if size == S:
+        return group((q_SQHD, positions_SQ, table))
+    split = jax.tree.map(lambda x: x.reshape(S // size, size, *x.shape[1:]), (q_SQHD, positions_SQ, table))
+    return jax.tree.map(lambda x: x.reshape(S, *x.shape[2:]), jax.lax.map(group, split))
 
 
 def _attend_sequences(
@@ -74,7 +94,10 @@ def _attend_sequences(
         k_SLD = jnp.where(held_SL[..., None], pool_PKD[pages].reshape(S, L, D), 0)
         # Without the barrier a gather fused into a one-sequence product is wrong on CPU in JAX 0.10.2.
         k_SLD = jax.lax.optimization_barrier(k_SLD)
-        logits_SNL = jnp.einsum("snd,sld->snl", q_SND, k_SLD, preferred_element_type=jnp.float32)
+        logits_SLN = jax.lax.dot_general(
+            k_SLD, q_SND, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        )  # keys first: twice as fast as queries first on CPU, which the barrier keeps XLA from turning round
+        logits_SNL = jax.lax.optimization_barrier(logits_SLN).swapaxes(1, 2)
         visible_SQL = held_SL[:, None] & (at_SL[:, None] <= positions_SQ[..., None])
         visible_SNL = jnp.broadcast_to(visible_SQL[:, :, None], (S, Q, H, L)).reshape(S, Q * H, L)
         logits_SNL = jnp.where(visible_SNL, logits_SNL, -jnp.inf)

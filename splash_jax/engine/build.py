@@ -20,6 +20,7 @@ from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_lea
 from splash_jax.models.load import load_tree
 from splash_jax.models.params import Leaf
 from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit
+from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.ownership.plan import weight_move
 from splash_jax.runtime import (
     DeviceState,
@@ -120,7 +121,7 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
     for layout in layouts.values():
         need = kv.pages_held(layout, 0, longest)
         if pages[layout] < need:
-            short = (need - pages[layout]) * kv.page_size * kv.bytes_per_token * (model.num_layers + 1)
+            short = (need - pages[layout]) * kv.page_size * kv.bytes_per_token * (model.num_layers + IN_TRANSIT)
             raise ConfigError(
                 f"layout {layout} has {pages[layout]} pages per rank and one request of max_model_len {longest} needs "
                 f"{need}: {short} bytes lack. Raise device_memory_bytes (now {budget}), lower max_model_len, or leave "
@@ -148,7 +149,7 @@ def _default_budget(config: EngineConfig, state: StateBytes, kv: KVShape, longes
     tokens = max(2 * longest, min(config.max_num_seqs * longest // config.num_devices, DEFAULT_MOST_TOKENS))
     pages = -(-tokens // kv.page_size)
     fixed = state.common + state.projections * (state.num_layers + 1) + config.reserve_bytes
-    return fixed + pages * kv.page_size * kv.bytes_per_token * (state.num_layers + 1)
+    return fixed + pages * kv.page_size * kv.bytes_per_token * (state.num_layers + IN_TRANSIT)
 
 
 def open_checkpoint(blueprint: Blueprint) -> Checkpoint:

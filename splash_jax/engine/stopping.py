@@ -19,7 +19,7 @@ class Ending:
         if token in request.stop_ids and not early:
             request.finish_reason = "stop"
             request.stop_reason = token if token in (params.stop_token_ids or ()) else None
-            if self.detokenizer is not None and not params.skip_special_tokens:
+            if self.detokenizer is not None and params.include_stop_str_in_output:
                 self.text += self.detokenizer.add([token])
         elif self.detokenizer is not None:
             before = len(self.text)

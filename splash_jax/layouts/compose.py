@@ -47,7 +47,7 @@ class Exchange:
         out, lse = kernel(q.reshape(q.shape[self._num_owner_axes :]))
         for role, axis, _ in self._axes:
             out, lse = role.merge(out, lse, axis)
-        out = out.reshape(lead + out.shape)
+        out = out.astype(q.dtype).reshape(lead + out.shape)
         for role, axis, dim in self._axes:
             out = role.after(out, axis, dim)
         return out

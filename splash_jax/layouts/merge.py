@@ -1,7 +1,7 @@
 """Merge partial attention: (output, log-sum-exp) pairs over disjoint sets of keys. Log-sum-exp is base e everywhere.
 
-A part whose log-sum-exp is not finite saw no keys: it weighs nothing and its output is never read, so an empty part
-may hold anything. The union of empty parts is (0, -inf).
+A part whose log-sum-exp is infinite saw no keys: it weighs nothing and its output is never read, so an empty part may
+hold anything. The union of empty parts is (0, -inf). A NaN is no empty part: it stays a NaN, so that damage shows.
 """
 
 import jax
@@ -9,19 +9,19 @@ import jax.numpy as jnp
 
 
 def _weighted(out: jax.Array, lse: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-    full = jnp.isfinite(lse)
+    full = ~jnp.isinf(lse)
     weight = jnp.where(full, jnp.exp(jnp.where(full, lse - top, 0.0)), 0.0)
     return jnp.where(full[..., None], out, 0.0) * weight[..., None], weight
 
 
 def _normalised(out: jax.Array, weight: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-    some = weight > 0
+    some = weight != 0
     safe = jnp.where(some, weight, 1.0)
     return out / safe[..., None], jnp.where(some, top + jnp.log(safe), -jnp.inf)
 
 
 def _top(lse: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(lse), lse, jnp.finfo(lse.dtype).min)
+    return jnp.where(jnp.isinf(lse), jnp.finfo(lse.dtype).min, lse)
 
 
 def merge_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:

@@ -45,4 +45,7 @@ def _parse(roles: str | Mapping[str, str], mesh_shape: Mapping[str, int]) -> dic
     if "=" not in roles:
         return dict.fromkeys(mesh_shape, roles)
     parts = [part.split("=", 1) for part in roles.split(",")]
-    return {part[0].strip(): part[-1].strip() for part in parts}
+    by_axis = {part[0].strip(): part[-1].strip() for part in parts}
+    if len(by_axis) < len(parts):
+        raise LayoutError(f"layout {roles!r} names an axis twice; give each axis of {list(mesh_shape)} one role.")
+    return by_axis

@@ -17,6 +17,9 @@ class StateBytes:
     num_layers: int
 
 
+IN_TRANSIT = 4  # a moving layer's pages exist as sent, received, relocated and in the resized pool, beside the pool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """What one rank holds under a layout. Bytes, except `pages`."""
@@ -25,7 +28,7 @@ class Footprint:
     projections: int
     kv: int
     pages: int
-    transit: int  # room for one layer on the move during a switch (Eq. 5)
+    transit: int  # room for one layer on the move in a switch (Eq. 5): projections, `IN_TRANSIT` times its pages
 
     @property
     def total(self) -> int:
@@ -46,9 +49,9 @@ def pages_that_fit(
     """
     page = page_size * state.kv_per_token
     fixed = state.common + projection_bytes(state, layout) + state.projections + reserve
-    pages = (budget - fixed) // (page * (state.num_layers + 1))
+    pages = (budget - fixed) // (page * (state.num_layers + IN_TRANSIT))
     if pages < 1:
-        short = fixed + page * (state.num_layers + 1) - budget
+        short = fixed + page * (state.num_layers + IN_TRANSIT) - budget
         raise ConfigError(
             f"layout {layout} does not fit: {budget} bytes per rank lack {short} bytes for one page of {page_size} "
             f"tokens beside {fixed} bytes of weights, transit and reserve. Raise device_memory_bytes or num_devices."
@@ -64,7 +67,7 @@ def footprint(state: StateBytes, layout: Layout, *, pages: int, page_size: int) 
         projections=projection_bytes(state, layout),
         kv=pages * page * state.num_layers,
         pages=pages,
-        transit=state.projections + pages * page,
+        transit=state.projections + IN_TRANSIT * pages * page,
     )
 
 

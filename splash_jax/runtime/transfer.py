@@ -1,6 +1,6 @@
 """Move one layer's state from one layout to another, on local views inside `jax.shard_map`.
 
-The source's slots are all read before any destination slot is written, in one scatter, so that a pool that keeps its
+The source's slots are all read, in one gather, before any destination slot is written, so that a pool that keeps its
 size is updated in place.
 """
 
@@ -104,6 +104,8 @@ def make_maps(route: Route, move: KVMove) -> list[Maps]:
     if move.grain != route.grain:
         raise ValueError(f"the plan moves grains of {move.grain} tokens, the route of {route.grain}.")
     sent = _by_sender(route, move)
+    if sent and not route.sends:
+        raise ValueError(f"the plan sends {move.busiest_pair} grains between ranks; the route has room for none.")
     rounds = max([1] + [math.ceil(len(s) / route.sends) for s in sent.values() if route.sends])
     if rounds > 1 and not route.gathers:
         raise ValueError(f"a pair of ranks exchanges {move.busiest_pair} grains; the route has room for {route.sends}.")
@@ -171,14 +173,16 @@ def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array,
         return new
     names = route.src.axis_names
     taken = old.at[read[0]].get(mode="clip")
-    arrived = [taken[: route.locals]]
+    if route.locals:
+        new = new.at[write[0, : route.locals]].set(taken[: route.locals], mode="drop")
     if route.sends:
         buffer = taken[route.locals :]
         if route.gathers:
-            arrived.append(jax.lax.all_gather(buffer, names, axis=0, tiled=True))
+            arrived = jax.lax.all_gather(buffer, names, axis=0, tiled=True)
         else:
-            arrived.append(jax.lax.all_to_all(buffer, names, split_axis=0, concat_axis=0, tiled=True))
-    return new.at[write[0]].set(jnp.concatenate(arrived), mode="drop")
+            arrived = jax.lax.all_to_all(buffer, names, split_axis=0, concat_axis=0, tiled=True)
+        new = new.at[write[0, route.locals :]].set(arrived, mode="drop")
+    return new
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:

@@ -71,7 +71,7 @@ class Scheduler:
         for request in [r for r in self.running if not r.prefilling and not r.drawn_all]:
             if request.status is not Status.RUNNING or not step.has_row(request):
                 continue
-            while pool.shortfall(request.name, request.computed + 1) and request.status is Status.RUNNING:
+            while request.status is Status.RUNNING and pool.shortfall(request.name, request.computed + 1):
                 preempted.append(self._preempt_youngest(pool, request))
             if request.status is Status.RUNNING:
                 step.take(request, 1, draws=True)

@@ -1,0 +1,246 @@
+"""The compiled transfers do to arrays, bit by bit, what `ownership.apply` says."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from splash_jax.kv import PagePool
+from splash_jax.layouts import ROLES, attention_mesh, local_spec, make_layout, pool_spec, weight_spec
+from splash_jax.models.config import ModelConfig
+from splash_jax.models.deepseek_v3_weights import model_leaves
+from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, SwitchPlan, apply, plan_switch
+from splash_jax.runtime import (
+    Batch,
+    DeviceState,
+    Programs,
+    Shapes,
+    StepKey,
+    SwitchKey,
+    fresh_state,
+    make_maps,
+    plan_route,
+    run_step,
+)
+from tests.support import DIRECTIONS, SMALL
+
+T, PAGE = 4, 4
+TINY = SMALL | {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 6,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "q_lora_rank": None,
+}
+MODEL = ModelConfig.from_dict(TINY, "tiny")
+PAGES = {"tp": 14, "dop": 12, "dp": 9, "cp": 8}
+UNEVEN = {"a": (0, 17), "b": (0, 1), "c": (1, 0), "d": (2, 5), "e": (3, 8)}
+LAYOUTS = {role: make_layout(role, {"rank": T}) for role in ROLES}
+STATE = StateBytes(projections=4 * 1000, common=0, kv_per_token=32, num_layers=2)
+
+
+class Stubbed(Programs):
+    """Real transfers; the steps around them only hand on what they get."""
+
+    def get(self, key: Any) -> Any:
+        if isinstance(key, StepKey):
+            parts = {"embed": lambda table, last, rows: rows, "head": lambda w, sampler, *_: (sampler, None)}
+            return parts.get(key.part, lambda w, x, pool, *_: (x, pool))
+        if key.kind is not None:
+            transfer = super().get(replace(key, kind=None, bucket=None))
+            return lambda w, x, pool, rows, local, *state: (x, pool, *transfer(*state))
+        return super().get(key)
+
+
+@cache
+def mesh() -> Mesh:
+    return attention_mesh({"rank": T})
+
+
+@cache
+def programs(interleave: int) -> Stubbed:
+    kv = KVShape(page_size=PAGE, interleave=interleave, bytes_per_token=32)
+    return Stubbed(mesh(), Shapes(model=MODEL, dtype="float32", kv=kv, max_model_len=32, slots=5, penalties=False))
+
+
+def make_plan(src: Layout, dst: Layout, kv: KVShape, pages: tuple[int, int], requests: Any = None, **more: Any) -> Any:
+    pool = PagePool(src, kv, pages[0])
+    holes = 2 if pages[0] > 9 else 0
+    for name, (home, tokens) in {"hole": (0, holes * PAGE), **(UNEVEN if requests is None else requests)}.items():
+        pool.add(name, home)
+        pool.grow(name, tokens)
+    pool.release("hole")
+    return plan_switch(pool.manifest(), dst, pages_per_rank=pages[1], state=STATE, **more)
+
+
+def random_pool(plan: SwitchPlan, seed: int) -> np.ndarray:
+    """Any numbers on held pages, NaN on free ones: f32[T, pages, page size, width]."""
+    before = plan.before
+    held = np.zeros((T, before.pages_per_rank), bool)
+    for request in before.requests.values():
+        for rank, pages in request.pages.items():
+            held[rank, list(pages)] = True
+    shape = (T, before.pages_per_rank, PAGE, 8)
+    values = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return np.where(held[..., None, None], values, np.float32(np.nan))
+
+
+def expected_pool(plan: SwitchPlan, pool: np.ndarray) -> np.ndarray:
+    slots = [rank.reshape(-1, plan.kv.grain, 8) for rank in pool]
+    return np.stack([a.reshape(-1, PAGE, 8) for a in apply(plan, slots)])
+
+
+def assert_live_pages_finite(plan: SwitchPlan, pool: np.ndarray) -> None:
+    kv, layout = plan.after.kv, plan.after.layout
+    for request in plan.after.requests.values():
+        for rank, pages in request.pages.items():
+            held = kv.tokens_held(layout, layout.lag(request.home, rank), request.num_tokens)
+            assert np.isfinite(pool[rank, list(pages)].reshape(-1, 8)[:held]).all()
+
+
+def bits(x: Any) -> np.ndarray:
+    return np.asarray(x).view(np.uint32)
+
+
+def put(values: np.ndarray, layout: Layout) -> jax.Array:
+    return jax.device_put(values, NamedSharding(mesh(), pool_spec(layout)))
+
+
+def make_weights(layout: Layout, seed: int) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
+    leaves, rng = model_leaves(MODEL, T)["layers"][0]["moved"], np.random.default_rng(seed)
+    values = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
+    return values, {
+        name: jax.device_put(values[name], NamedSharding(mesh(), weight_spec(layout, leaf.dims)))
+        for name, leaf in leaves.items()
+    }
+
+
+def assert_weights(arrays: dict[str, jax.Array], values: dict[str, np.ndarray], layout: Layout) -> None:
+    """Every rank holds its part of the same numbers, bit by bit."""
+    leaves = model_leaves(MODEL, T)["layers"][0]["moved"]
+    assert set(arrays) == set(values) == set(leaves)
+    for name, array in arrays.items():
+        wanted = NamedSharding(mesh(), weight_spec(layout, leaves[name].dims))
+        assert array.sharding.is_equivalent_to(wanted, array.ndim)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(bits(shard.data), bits(np.ascontiguousarray(values[name][shard.index])))
+
+
+@pytest.mark.parametrize("interleave", [1, PAGE])
+@pytest.mark.parametrize(("src", "dst"), DIRECTIONS)
+def test_a_transfer_is_apply(src, dst, interleave):
+    """Uneven owners, pools that change size, empty and page-crossing histories, NaN wherever nothing is held."""
+    at = programs(interleave)
+    plan = make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst]))
+    route = plan_route(at.shapes, plan, 32 if dst == "tp" else None)  # so many that a gather needs one round
+    pool = random_pool(plan, 1)
+    values, weights = make_weights(LAYOUTS[src], 2)
+    (maps,) = make_maps(route, plan.kv)
+    dealt = NamedSharding(mesh(), local_spec(route.src))
+    moved, arrived = at.get(SwitchKey(route=route))(
+        weights, put(pool, LAYOUTS[src]), *jax.device_put((maps.read, maps.write), (dealt, dealt))
+    )
+    arrived = np.asarray(arrived)
+    np.testing.assert_array_equal(bits(arrived), bits(expected_pool(plan, pool)))
+    assert_live_pages_finite(plan, arrived)
+    assert_weights(moved, values, LAYOUTS[dst])
+
+
+def device_state(plan: SwitchPlan, src: Layout) -> tuple[DeviceState, list[np.ndarray], list[dict[str, np.ndarray]]]:
+    pools = [random_pool(plan, layer) for layer in range(2)]
+    both = [make_weights(src, 10 + layer) for layer in range(2)]
+    weights: dict[str, Any] = {"embed": None, "final_norm": None, "lm_head": None}
+    weights["layers"] = [{"moved": arrays} for _, arrays in both]
+    state = DeviceState(
+        weights=weights,
+        pools=[put(pool, src) for pool in pools],
+        sampler=fresh_state(mesh(), programs(PAGE).shapes),
+        layout=src,
+        pages=plan.before.pages_per_rank,
+    )
+    return state, pools, [values for values, _ in both]
+
+
+def empty_batch() -> Batch:
+    i32 = np.zeros((T, 1), np.int32)
+    return Batch(rows=np.zeros((3, 1), np.int32), local=i32, picks=i32[0], floats=i32.astype(np.float32), ints=i32)
+
+
+def switch_in_a_step(at: Stubbed, plan: SwitchPlan, sends: int | None = None) -> DeviceState:
+    """Run a step that switches, check everything that arrived, and that nothing of the source is left."""
+    src, dst = plan.before.layout, plan.after.layout
+    state, pools, values = device_state(plan, src)
+    old = [*state.pools, *jax.tree.leaves(state.weights["layers"])]
+    route = plan_route(at.shapes, plan, sends)
+    bucket = Bucket(decode=1, tiles=0, tile=4)
+    run_step(at, state, bucket, empty_batch(), switch=(plan, route))
+    assert (state.layout, state.pages) == (dst, plan.after.pages_per_rank)
+    assert all(array.is_deleted() for array in old)
+    for layer in range(2):
+        got = np.asarray(state.pools[layer])
+        np.testing.assert_array_equal(bits(got), bits(expected_pool(plan, pools[layer])))
+        assert_weights(state.weights["layers"][layer]["moved"], values[layer], dst)
+    return state
+
+
+@pytest.mark.parametrize(("src", "dst"), [("dp", "tp"), ("tp", "cp"), ("cp", "dop"), ("dop", "dp")])
+def test_a_step_with_a_switch_leaves_no_source_buffer(src, dst):
+    at = programs(PAGE)
+    switch_in_a_step(at, make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst])))
+
+
+@pytest.mark.parametrize("src", ["dp", "cp", "dop"])
+def test_a_lopsided_gather_takes_several_rounds(src):
+    """One rank owns everything, and a round has room for an even share only."""
+    at = programs(PAGE)
+    requests = {"a": (1, 17), "b": (1, 13)}
+    plan = make_plan(LAYOUTS[src], LAYOUTS["tp"], at.shapes.kv, (14, 14), requests)
+    sends = 1 if src == "cp" else None
+    route = plan_route(at.shapes, plan, sends)
+    rounds = make_maps(route, plan.kv)
+    assert len(rounds) == 3
+    assert all((m.read.shape, m.write.shape) == ((T, route.sends), (T, route.sends * T)) for m in rounds)
+    switch_in_a_step(at, plan, sends)
+
+
+def test_a_switch_that_moves_nothing_dispatches_nothing():
+    at = programs(PAGE)
+    plan = make_plan(LAYOUTS["tp"], LAYOUTS["dop"], at.shapes.kv, (12, 12))
+    state, _, _ = device_state(plan, LAYOUTS["tp"])
+    before = list(state.pools)
+    run_step(at, state, Bucket(decode=1, tiles=0, tile=4), empty_batch(), switch=(plan, plan_route(at.shapes, plan)))
+    assert state.layout == LAYOUTS["dop"]
+    assert all(a is b and not a.is_deleted() for a, b in zip(before, state.pools, strict=True))
+
+
+def test_requests_may_change_their_homes_on_the_way():
+    at = programs(PAGE)
+    homes = {"a": 3, "b": 2, "d": 0}
+    switch_in_a_step(at, make_plan(LAYOUTS["cp"], LAYOUTS["dp"], at.shapes.kv, (8, 9), homes=homes))
+
+
+def test_a_plan_that_the_route_has_no_room_for_is_refused():
+    at = programs(PAGE)
+    plan = make_plan(LAYOUTS["cp"], LAYOUTS["dp"], at.shapes.kv, (8, 9), {"a": (0, 32)})
+    with pytest.raises(ValueError, match="a pair of ranks exchanges 2 grains; the route has room for 1"):
+        make_maps(plan_route(at.shapes, plan, 1), plan.kv)
+    fine = make_plan(LAYOUTS["cp"], LAYOUTS["dp"], programs(1).shapes.kv, (8, 9))
+    with pytest.raises(ValueError, match="the plan moves grains of 1 tokens, the route of 4"):
+        make_maps(plan_route(at.shapes, plan), fine.kv)
+
+
+def test_a_route_that_sends_nothing_refuses_a_plan_that_does():
+    at = programs(PAGE)
+    plan = make_plan(LAYOUTS["dp"], LAYOUTS["dop"], at.shapes.kv, (9, 9), homes={"a": 3})
+    assert plan.kv.sent
+    with pytest.raises(ValueError, match="room"):
+        make_maps(plan_route(at.shapes, plan, 0), plan.kv)
+    assert make_maps(plan_route(at.shapes, plan), plan.kv)  # unless told otherwise, a route has room for its plan

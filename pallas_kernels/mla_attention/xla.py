@@ -112,7 +112,7 @@ def _attend_sequences(
     zero = jnp.zeros((S, Q * H), jnp.float32)
     start = (jnp.full_like(zero, -jnp.inf), zero, jnp.zeros((S, Q * H, D), jnp.float32))
     top, total, acc = jax.lax.fori_loop(0, blocks, body, start)
-    some = total > 0
+    some = total != 0  # a NaN is no empty row: it stays a NaN, so that damage shows
     safe = jnp.where(some, total, 1.0)
     out = (acc / safe[..., None]).reshape(S, Q, H, D)[..., :value_width]
     return out, jnp.where(some, top + jnp.log(safe), -jnp.inf).reshape(S, Q, H)

@@ -92,11 +92,12 @@ def draw_ownership(*held: Layout | Manifest, titles: Sequence[str] = (), columns
     columns = max(1, min(columns, len(held)))
     rows = -(-len(held) // columns)
     figure = Figure(figsize=(6.2 * columns, 0.4 + 2.75 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    figure.get_layout_engine().set(wspace=0.06, hspace=0.06)  # type: ignore[union-attr, call-arg]
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     names = titles or [str(one if isinstance(one, Layout) else one.layout) for one in held]
     for axes, one, title in zip(panels, held, names, strict=False):
         _panel(axes, one, title)
-    for axes in list(panels)[len(held) :]:
+    for axes in panels[len(held) :]:
         axes.set_axis_off()
     return figure
 
@@ -108,7 +109,7 @@ def _panel(axes: "Axes", held: Layout | Manifest, title: str) -> None:
         _cells(axes, block, left)
         left += max(block.held_RC.shape[1], 0.6 * len(block.name)) + GAP  # room for the name
     if isinstance(held, Manifest):
-        left += 2 * GAP
+        left += 1.4
         axes.text(left, -0.12, "pages", ha="right", va="bottom", fontsize=9)
         for rank, pages in enumerate(held.pages_used()):
             axes.text(left, rank + 0.5, str(pages), ha="right", va="center", fontsize=9)
@@ -127,8 +128,10 @@ def _cells(axes: "Axes", block: Block, left: float) -> None:
     ranks, columns = block.held_RC.shape
     empty = [Rectangle((left + c + 0.06, r + 0.06), 0.88, 0.88) for r in range(ranks) for c in range(columns)]
     full = [
-        Rectangle((left + c + 0.06, r + 0.06 + 0.88 * (1 - block.held_RC[r, c])), 0.88, 0.88 * block.held_RC[r, c])
-        for r, c in np.argwhere(block.held_RC)
+        Rectangle((left + c + 0.06, r + 0.06 + 0.88 * (1 - share)), 0.88, 0.88 * share)
+        for r, row in enumerate(block.held_RC.tolist())
+        for c, share in enumerate(row)
+        if share > 0
     ]
     axes.add_collection(PatchCollection(empty, facecolor=NOTHING, linewidth=0))
     axes.add_collection(PatchCollection(full, facecolor=block.colour, linewidth=0, label=block.name))

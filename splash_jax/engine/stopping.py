@@ -27,7 +27,7 @@ class Ending:
             self._stop_string(before, early)
         if request.finish_reason is None and request.known >= request.max_total:
             request.finish_reason = "length"
-        if request.finish_reason is not None and request.stop_reason is None and self.detokenizer is not None:
+        if request.finish_reason is not None and not isinstance(request.stop_reason, str) and self.detokenizer:
             self.text += self.detokenizer.flush()
 
     def _stop_string(self, before: int, early: bool) -> None:

@@ -1,0 +1,218 @@
+"""What cannot be served is refused before anything is taken, in words that name the values and the next step."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from splash_jax import LLM, SamplingParams
+from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
+from splash_jax.ownership.footprint import IN_TRANSIT
+from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
+from tests.support import SMALL, assert_all_free, make_llm
+
+FULL = 130  # eight histories of so many tokens fill more than one rank
+
+
+def test_a_switch_that_does_not_fit_changes_nothing(llm: LLM, alone: LLM) -> None:
+    engine = go(llm, "dop").engine
+    requests = [add(llm, tokens(FULL, i), greedy(40, logprobs=0)) for i in range(8)]
+    while not all(r.output_ids for r in requests):
+        engine.step()
+    before = engine.pool.manifest()
+    future = engine.request_switch("tp")
+    engine.step()
+    refusal = future.exception(0)
+    assert isinstance(refusal, SwitchRefused)
+    found = re.fullmatch(
+        r"switch dop -> tp does not fit: rank 0 needs (\d+) pages and has 201, it lacks (\d+) bytes\. "
+        r"Finish or abort requests, or raise device_memory_bytes\.",
+        str(refusal),
+    )
+    assert found, refusal
+    need, lack = map(int, found.groups())
+    kv = engine.pool.kv
+    assert need == sum(-(-r.num_tokens // kv.page_size) for r in before.requests.values())
+    assert lack == (need - 201) * kv.page_size * kv.bytes_per_token * 3
+    after = engine.pool.manifest()
+    assert llm.layout == "dop" and after.requests.keys() == before.requests.keys()
+    for name, pages in before.requests.items():
+        assert after.requests[name].home == pages.home
+        for rank, held in pages.pages.items():
+            assert after.requests[name].pages[rank][: len(held)] == held
+    preemptions = engine.preemptions
+    drive(llm)
+    assert engine.preemptions == preemptions
+    for request in requests:
+        engine.take(request.name)
+        assert len(request.output_ids) == 40
+    for request in requests[::4]:
+        values = teacher_forced(alone, request.prompt_ids, request.output_ids)
+        assert max(abs(values - [p for p, _ in request.logprobs])) <= TOLERANCE
+
+
+def test_generate_reports_a_refused_switch_after_its_requests_are_done(llm: LLM) -> None:
+    go(llm, "dop")
+    with pytest.raises(SwitchRefused, match="it lacks"):
+        llm.generate([tokens(FULL, i) for i in range(8)], greedy(30), switches={30: "dp", 25: "tp"})
+    assert_all_free(llm)
+
+
+def test_a_plan_says_beforehand_that_a_switch_does_not_fit(llm: LLM) -> None:
+    go(llm, "tp")
+    with pytest.raises(SwitchRefused, match=r"switch dop -> tp does not fit: rank 0 needs 264 pages and has 201"):
+        llm.plan("dop", "tp", tokens=[132] * 8)
+    assert llm.plan("dop", "tp", tokens=[132] * 4).summary()["requests"] == 4
+
+
+def test_unknown_layouts(llm: LLM, small: Path, alone: LLM) -> None:
+    go(llm, "tp")
+    for ask in (llm.switch, llm.engine.request_switch, lambda name: llm.generate([[5]], switches={0: name})):
+        with pytest.raises(LayoutError, match=r"layout 'pp' is not among the allowed layouts tp, dp, cp, dop"):
+            ask("pp")
+        drive(llm)
+    with pytest.raises(LayoutError, match="layout 'dop' is not among the allowed layouts tp"):
+        alone.switch("dop")
+    for settings in ({"layout": "pp"}, {"layouts": ("tp", "pp")}):
+        with pytest.raises(LayoutError, match=r"unknown layout 'pp'; choose one of tp, dp, cp, dop"):
+            make_llm(small, **settings)
+    with pytest.raises(LayoutError, match="layout 'cp' is not among the allowed layouts tp, dp"):
+        make_llm(small, layout="cp", layouts=("tp", "dp"))
+    with pytest.raises(LayoutError, match=r"direction \('tp', 'cp'\) must be two different ones of tp, dp"):
+        make_llm(small, layouts=("tp", "dp"), directions=(("tp", "cp"),))
+
+
+def test_a_direction_nobody_announced(small: Path) -> None:
+    llm = make_llm(small, directions=(("tp", "dp"),))
+    with pytest.raises(LayoutError, match="switch tp -> cp is not among the engine's directions"):
+        llm.switch("cp")
+    assert llm.layout == "tp" and not llm.engine.busy
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_devices": 3}, r"8.*3|3.*8"),
+        ({"max_model_len": 300}, "max_model_len 300 is more than the model's context of 256"),
+        ({"num_devices": 0}, "num_devices must be a whole number of at least 1, got 0"),
+        ({"block_size": 4, "cp_interleave": 3}, "cp_interleave 3 must divide block_size 4"),
+        ({"decode_buckets": (99,)}, r"decode_buckets \(99,\) must lie in 1 to max_num_seqs 8"),
+        ({"dtype": "float8"}, "dtype must be auto, float32 or bfloat16, got 'float8'"),
+        ({"device_memory_bytes": 1000}, r"does not fit: 1000 bytes per rank lack \d+ bytes for one page"),
+    ],
+)
+def test_settings_that_cannot_be_served(small: Path, settings: dict[str, object], words: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=words):
+        make_llm(small, **settings)
+
+
+def test_a_budget_too_small_for_one_request_names_layout_and_bytes(llm: LLM, small: Path) -> None:
+    state, kv = llm.engine.blueprint.state, llm.engine.blueprint.shapes.kv
+    page = kv.page_size * kv.bytes_per_token * (state.num_layers + IN_TRANSIT)
+    budget = state.common + state.projections * (state.num_layers + 1) + 40 * page
+    words = rf"layout dp has 40 pages per rank and one request of max_model_len 256 needs 64: {24 * page} bytes lack"
+    with pytest.raises(ConfigError, match=words):
+        make_llm(small, device_memory_bytes=budget, layout="dp", layouts=("dp",))
+    assert make_llm(small, device_memory_bytes=budget, max_model_len=160, layouts=("tp", "dp")).layout == "tp"
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((CheckpointError, ConfigError), match="llama"):
+        make_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "the prompt is empty"),
+        ([5, 512], "token id 512 is not in the vocabulary: ids go from 0 to 511"),
+        ([-1], "token id -1 is not in the vocabulary"),
+        ([1.5], "token id 1.5 is not in the vocabulary"),
+        ([5] * 256, "the prompt has 256 tokens.* context holds 256, one of them drawn.* [Ss]horten it"),
+        ("text", "text prompts need a tokenizer"),
+    ],
+)
+def test_prompts_that_cannot_be_served_queue_nothing(llm: LLM, prompt: object, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate([[5, 6], prompt], greedy(4))  # type: ignore[list-item]
+    assert_all_free(llm)
+
+
+def test_the_longest_prompts(llm: LLM) -> None:
+    go(llm, "tp")
+    output = llm.generate([tokens(255, 1)], greedy(24))[0].outputs[0]
+    assert len(output.token_ids) == 1 and output.finish_reason == "length"
+    assert llm.logits(tokens(256, 1)).shape == (256, 512)
+    with pytest.raises(RequestError, match=r"the prompt has 257 tokens.* context holds 256.* [Ss]horten it"):
+        llm.logits(tokens(257, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stop": "x"}, "stop strings need a tokenizer"),
+        ({"min_tokens": 254, "max_tokens": 254}, "3 prompt tokens and min_tokens 254 exceed the context 256"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(2, 20))}, "min_tokens bans at most 16 stop ids, .* has 19"),
+    ],
+)
+def test_settings_of_a_request_that_this_engine_cannot_serve(llm: LLM, settings: dict[str, object], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate([[5, 6, 7]], SamplingParams(**settings))  # type: ignore[arg-type]
+    assert_all_free(llm)
+
+
+def test_penalties_and_scoring_that_are_switched_off(small: Path) -> None:
+    llm = make_llm(small, num_devices=1, layouts=("tp",), penalties=False, scoring=False)
+    with pytest.raises(RequestError, match="penalties need an engine with penalties=True"):
+        llm.generate([[5]], SamplingParams(presence_penalty=0.5))
+    with pytest.raises(RequestError, match="logits need an engine with scoring=True"):
+        llm.logits([5])
+    assert not llm.engine.busy
+
+
+def test_a_name_in_use(llm: LLM) -> None:
+    request = llm.engine.add_request("mine", [5], greedy(2))
+    with pytest.raises(RequestError, match="request id 'mine' is already in use; choose another"):
+        llm.engine.add_request("mine", [6], greedy(2))
+    drive(llm)
+    llm.engine.take("mine")
+    assert len(request.output_ids) == 2
+    llm.engine.add_request("mine", [6], greedy(2))  # free again
+    drive(llm)
+    llm.engine.take("mine")
+
+
+def test_one_setting_for_each_prompt(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 sampling_params were given for 3 prompts; give one, or one each"):
+        llm.generate([[5], [6], [7]], [greedy(), greedy()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n": 0}, "n must be a whole number from 1 to 1024, got 0"),
+        ({"temperature": -1.0}, "temperature must be from 0.0 to 100.0, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be from 0.0 to 100.0, got nan"),
+        ({"top_p": 0.0}, "top_p must be above 0.0 and at most 1.0, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0.0 and at most 1.0, got 1.5"),
+        ({"top_k": -2}, "top_k must be a whole number from -1"),
+        ({"min_p": 2.0}, "min_p must be from 0.0 to 1.0, got 2.0"),
+        ({"presence_penalty": 3.0}, "presence_penalty must be from -2.0 to 2.0, got 3.0"),
+        ({"frequency_penalty": -3.0}, "frequency_penalty must be from -2.0 to 2.0, got -3.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0.0 and at most 100.0, got 0.0"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1"),
+        ({"max_tokens": 2.5}, "max_tokens must be a whole number from 1 to .*, got 2.5"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than max_tokens 4"),
+        ({"logprobs": 21}, "logprobs must be a whole number from 0 to 20, got 21"),
+        ({"seed": -1}, "seed must be a whole number from 0 to .*, got -1"),
+        ({"stop": ""}, "stop must be non-empty text, got ''"),
+        ({"stop": ["a", ""]}, "stop must be non-empty text"),
+        ({"stop_token_ids": [-3]}, "stop_token_ids must be token ids of 0 or more"),
+    ],
+)
+def test_sampling_settings_that_cannot_be_meant(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        SamplingParams(**settings)  # type: ignore[arg-type]

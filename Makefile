@@ -31,8 +31,8 @@ lint: $(FULL) ## ruff and pyright
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(LEAN) ## measure steps and switches on this machine
-	@$(BIN)/splash bench
+bench: $(LEAN) ## measure decode and prefill on this machine
+	@$(BIN)/python scripts/bench_engine.py --skip-hf
 
 clean: ## remove everything that make made
 	rm -rf .venv .venv-py* .cache .pytest_cache .ruff_cache .hypothesis build dist

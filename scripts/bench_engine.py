@@ -44,7 +44,7 @@ def main() -> None:
 
 def _one_device(args: argparse.Namespace, folder: Path, limits: Limits) -> list[dict[str, Any]]:
     table = Table(
-        "batch x context", "HF tok/s", "engine tok/s", "ratio", "limit tok/s", "bound by", "HF prefill", "engine prefill",
+        "batch x context", "HF tok/s", "engine tok/s", "ratio", "limit", "bound by", "HF prefill", "engine prefill",
         title="decode, one device, float32: medians (interquartile range)",
     )  # fmt: skip
     rows = []
@@ -75,7 +75,7 @@ def _one_device(args: argparse.Namespace, folder: Path, limits: Limits) -> list[
 
 
 def _layouts(args: argparse.Namespace, folder: Path, devices: int) -> list[dict[str, Any]]:
-    table = Table("batch x context", "tp", "dp", "cp", "dop", title=f"decode tok/s, {devices} virtual devices, float32")
+    table = Table("batch x context", "tp", "dp", "cp", "dop", title=f"decode tok/s, {devices} CPU devices")
     cases = [Case(b, c, args.new) for c in args.contexts for b in args.batches if b * c <= args.most_tokens]
     rates: dict[tuple[str, Case], tuple[float, float, float]] = {}
     rows = []

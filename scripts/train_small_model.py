@@ -112,8 +112,8 @@ class Trainer:
     def apply(self, params: nnx.State, other: nnx.State, state: Any, gradients: Any, load: jax.Array, rate: Any) -> Any:
         """New (params, other, optimizer state); rate scales the peak learning rates."""
         updates, state = self.optimizer.update(gradients, state, params)
-        params = optax.apply_updates(params, jax.tree.map(lambda update: rate * update, updates))
-        model = nnx.merge(self.graph, params, other)
+        stepped = optax.apply_updates(params, jax.tree.map(lambda update: rate * update, updates))
+        model = nnx.merge(self.graph, stepped, other)
         update_expert_biases(model, load, rate * BIAS_RATE)
         _, params, other = split(model)
         return params, other, state

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from pallas_kernels.mla_attention.api import PageTable
 
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 128
 GROUP_ROWS = 2048  # query rows (times heads) that share a pass over their keys, so that a block stays in cache
 GROUP_SEQUENCES = 8
 

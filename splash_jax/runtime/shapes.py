@@ -9,6 +9,7 @@ from splash_jax.ownership import Bucket, KVShape, Layout
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
+NOWHERE = 2**30  # beyond every pool: a write there is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

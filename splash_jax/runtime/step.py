@@ -12,7 +12,7 @@ from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime import sampler
 from splash_jax.runtime.batch import unpack_local
 from splash_jax.runtime.sampler import Drawn, SamplerState
-from splash_jax.runtime.shapes import Shapes, sample_rows
+from splash_jax.runtime.shapes import NOWHERE, Shapes, sample_rows
 
 
 class Step:
@@ -54,8 +54,7 @@ class Step:
 
         def attend(family: model.Attention, x: jax.Array) -> jax.Array:
             history = family.history(exchange.own_rows(x), own_positions)
-            flat = pool[0].reshape(-1, pool.shape[-1])
-            stored.append(flat.at[write].set(history, mode="drop").reshape(pool.shape[1:]))
+            stored.append(_store(pool[0], write, history))
             out = exchange.attend(family.queries(x, positions), kernel)
             return exchange.reduce_heads(family.outputs(out))
 
@@ -98,3 +97,10 @@ class Step:
         """Logits of every row, f32[N, V / T]: this rank's part of the vocabulary."""
         every = self.exchange.gather_rows(x).reshape(-1, x.shape[-1])
         return model.logits(self.shapes.model, w["final_norm"], w["lm_head"], every, self.exchange.rank())
+
+
+def _store(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Write rows [R, width] at flat slots i32[R] of a pool [P, page_size, width], in place; out of bounds: dropped."""
+    if len(slots) == 1:  # XLA:CPU copies the whole pool, several times, around a scatter of a single row
+        slots, rows = jnp.pad(slots, (0, 1), constant_values=NOWHERE), jnp.pad(rows, ((0, 1), (0, 0)))
+    return pool.reshape(-1, pool.shape[-1]).at[slots].set(rows, mode="drop").reshape(pool.shape)

@@ -14,9 +14,7 @@ import numpy as np
 
 from splash_jax.ownership import Layout, SwitchPlan, WeightMove
 from splash_jax.ownership.plan import KVMove
-from splash_jax.runtime.shapes import Shapes
-
-NOWHERE = 2**30  # beyond every pool: a write there is dropped
+from splash_jax.runtime.shapes import NOWHERE, Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

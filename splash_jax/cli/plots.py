@@ -85,11 +85,14 @@ def _memory(axes: "Axes", records: "list[StepRecord]") -> None:
     axes.fill_between(x, 0, weights, color=PROJECTIONS, label="attention projections", **fill)
     axes.fill_between(x, weights, allocated, color=ALLOCATED, label="KV pages allocated", **fill)
     axes.fill_between(x, weights, used, color=USED, label="of them in use (fullest rank)", **fill)
-    axes.set_ylim(0, allocated.max() * 1.5)
+    whole = allocated + _edges([r.transit_bytes / MIB for r in records])
+    free: dict[str, Any] = fill | {"facecolor": "#EEEEEE", "edgecolor": "#999999", "hatch": "///"}
+    axes.fill_between(x, allocated, whole, label="kept free for a layer on the move", **free)
+    axes.set_ylim(0, whole.max() * 1.45)
     axes.set_ylabel("MiB per rank")
     title = "Attention state of a rank: what one layout spends on projections, another has for KV"
     axes.set_title(title, loc="left", fontsize=12)
-    axes.legend(loc="upper right", fontsize=9, framealpha=0.9, ncols=3)
+    axes.legend(loc="upper right", fontsize=9, framealpha=0.9, ncols=4)
 
 
 def _phases(records: "list[StepRecord]") -> list[tuple[int, int, str]]:

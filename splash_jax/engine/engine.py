@@ -21,8 +21,7 @@ from splash_jax.engine.stopping import Ending
 from splash_jax.errors import LayoutError, RequestError, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
-from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, plan_switch
-from splash_jax.ownership.footprint import projection_bytes
+from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_switch
 from splash_jax.runtime import Draw, ResetKey, Results, Work, build_batch, run_step
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
@@ -322,7 +321,8 @@ class Engine:
         request.finish_reason = reason
 
     def _record(self, schedule: Schedule, bucket: Bucket, plan: SwitchPlan | None) -> StepRecord:
-        layout, pool, shapes = self.pool.layout, self.pool, self.blueprint.shapes
+        layout, pool = self.pool.layout, self.pool
+        holds = footprint(self.blueprint.state, layout, pages=pool.pages_per_rank, page_size=pool.kv.page_size)
         running = [0] * layout.size
         for request in self.scheduler.running:
             running[pool.home(request.name)] += 1
@@ -339,8 +339,9 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             pages_used=tuple(pool.pages_per_rank - n for n in free),
             pages_per_rank=pool.pages_per_rank,
-            projection_bytes=projection_bytes(self.blueprint.state, layout),
-            kv_bytes=pool.pages_per_rank * shapes.kv.page_size * shapes.kv.bytes_per_token * self.model.num_layers,
+            projection_bytes=holds.projections,
+            kv_bytes=holds.kv,
+            transit_bytes=holds.transit,
             idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
             switch=plan,
         )

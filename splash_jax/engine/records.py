@@ -21,5 +21,6 @@ class StepRecord:
     pages_per_rank: int
     projection_bytes: int  # on every rank
     kv_bytes: int  # allocated on every rank
+    transit_bytes: int  # kept free on every rank for one layer on the move
     idle_ranks: int  # ranks that own no row of this step, where requests have owners
     switch: SwitchPlan | None = None

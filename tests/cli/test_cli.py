@@ -206,7 +206,8 @@ def record(step: int, layout: str, running: tuple[int, ...]) -> StepRecord:
     return StepRecord(
         step=step, layout=layout, bucket="4+0x16", rows=sum(running), drawn=sum(running), seconds=0.1,
         running_by_home=running, waiting=0, pages_used=running, pages_per_rank=9 if split else 5,
-        projection_bytes=2**19 if split else 2**20, kv_bytes=9 * 2**18 if split else 5 * 2**18, idle_ranks=0,
+        projection_bytes=2**19 if split else 2**20, kv_bytes=9 * 2**18 if split else 5 * 2**18, transit_bytes=2**18,
+        idle_ranks=0,
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_plan_shows_every_layout_and_direction(capsys):
     assert sum(" -> " in line for line in lines) == 12
     # 3 pages of 16 hold 40 tokens and 7 hold 100; tp has all of them on every rank, an owner at most 7.
     (row,) = [line for line in lines if line.startswith("tp -> dop")]
-    assert row == "tp -> dop keep discard 0 B 10 / 308 7 / 308"
+    assert row == "tp -> dop keep discard 0 B 10 / 291 7 / 291"
 
 
 def test_plan_as_json_agrees_with_eq_2_and_3(capsys):
@@ -138,7 +138,7 @@ def test_plan_gives_a_refusal_its_row_and_its_reason(capsys):
     out = capsys.readouterr().out
     assert "dp -> tp    refused *" in out
     assert "* dp refused: layout dp does not fit: 4194304 bytes per rank lack" in out
-    assert "* dop -> tp refused: switch dop -> tp does not fit: rank 0 needs 52 pages and has 39" in out
+    assert "* dop -> tp refused: switch dop -> tp does not fit: rank 0 needs 52 pages and has 26" in out
 
 
 WITHOUT_DEVICES = """

@@ -4,7 +4,12 @@ from typing import Any
 
 
 class SplashError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    `outputs` holds what `LLM.generate` completed all the same, where a switch it was asked for could not be made.
+    """
+
+    outputs: list[Any] | None = None
 
 
 class LayoutError(SplashError, ValueError):
@@ -24,16 +29,15 @@ class RequestError(SplashError, ValueError):
 
 
 class SwitchRefused(SplashError, RuntimeError):
-    """A switch that does not fit; nothing has changed.
-
-    `outputs` holds what `LLM.generate`, asked for the switch, completed all the same.
-    """
-
-    outputs: list[Any] | None = None
+    """A switch that does not fit; nothing has changed."""
 
 
 class ProgramMissing(SplashError, RuntimeError):
     """A step asked for a program that was not compiled ahead of serving."""
+
+
+class EngineFailed(SplashError, RuntimeError):
+    """An earlier step of this engine raised in the middle, so that its state is not to be trusted."""
 
 
 class PoolCorrupt(SplashError, RuntimeError):

@@ -1,7 +1,7 @@
 """Offline inference: prompts in, completions out, on a mesh whose attention layout may change while they run."""
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,10 @@ import numpy as np
 
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.engine import Engine, EngineConfig, StepRecord
-from splash_jax.errors import RequestError, SplashError, SwitchRefused
+from splash_jax.errors import RequestError, SplashError
 from splash_jax.kv import PagePool
-from splash_jax.layouts import make_layout
 from splash_jax.ownership import SwitchPlan
-from splash_jax.scheduler import Request, SamplingParams
+from splash_jax.scheduler import Request, SamplingParams, Status
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -43,8 +42,7 @@ class LLM:
     ) -> None:
         config = EngineConfig(model=Path(model), num_devices=num_devices, layout=layout, **settings)
         self.engine = Engine(config, progress)
-        self._serial = 0
-        self._serial_lock = threading.Lock()
+        self._serial = itertools.count()
 
     @property
     def layout(self) -> str:
@@ -69,8 +67,9 @@ class LLM:
         `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch
         happens inside that step. `on_step` is called with the record of every step whose results were read.
 
-        Raises `RequestError` for a prompt or setting that cannot be served (nothing is queued then), `LayoutError` for
-        an unknown layout, and `SwitchRefused`, which carries the outputs, when a switch did not fit.
+        Raises `RequestError` for a prompt or setting that cannot be served, and `LayoutError` for an unknown layout:
+        nothing is queued then. When a switch could not be made, its `SwitchRefused` (or `LayoutError`, where the engine
+        was not built for that direction) comes after all requests are done and carries them as `outputs`.
         """
         self._check_switches(switches)
         texts = _prompt_list(prompts)
@@ -117,35 +116,28 @@ class LLM:
         Of what is live now, seen from `src` (default: the present layout); or, with `tokens`, of requests that hold so
         many tokens each, owners dealt round-robin.
         """
-        shape = self.engine.config.mesh_shape
-        source = self.engine.layout if src is None else make_layout(src, shape)
-        target = make_layout(dst, shape)
-        blueprint = self.engine.blueprint
+        engine = self.engine
+        source = engine.layout if src is None else engine.allowed_layout(src)
+        target = engine.allowed_layout(dst)
         if tokens is not None:
-            pool = PagePool(source, blueprint.shapes.kv, blueprint.pages[source])
+            pool = PagePool(source, engine.blueprint.shapes.kv, engine.blueprint.pages[source])
             for i, count in enumerate(tokens):
                 pool.add(str(i), i % source.size)
                 if pool.shortfall(str(i), count):
                     raise RequestError(f"layout {source} has no room for requests of {list(tokens)} tokens.")
                 pool.grow(str(i), count)
-            return self.engine.plan(target, pool.manifest())
-        now = None if source == self.engine.layout else self.engine.plan(source).after
-        return self.engine.plan(target, now)
+            return engine.plan(target, pool.manifest())
+        return engine.plan(target, None if source == engine.layout else engine.plan(source).after)
 
-    def switch(self, dst: str, timeout: float | None = None) -> SwitchPlan:
+    def switch(self, dst: str) -> SwitchPlan:
         """Switch to `dst` at the next step boundary, from any thread; returns the plan carried out.
 
         Requests that run keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
         """
         future = self.engine.request_switch(dst)
-        while not future.done():
-            self.engine.step()
+        self._drive(lambda: not future.done())
         self._settle()
-        return future.result(timeout)
-
-    def abort(self, request_id: str) -> None:
-        """End a request at the next step boundary."""
-        self.engine.abort(request_id)
+        return future.result()
 
     def _check_switches(self, switches: Mapping[int, str] | None) -> None:
         for step, name in (switches or {}).items():
@@ -161,9 +153,7 @@ class LLM:
         return self.engine.tokenizer.encode(prompt)
 
     def _name(self) -> str:
-        with self._serial_lock:
-            self._serial += 1
-            return str(self._serial - 1)
+        return str(next(self._serial))
 
     def _queue(self, ids: list[list[int]], params: list[SamplingParams]) -> list[list[Request]]:
         """Queue every sample of every prompt, or none of them."""
@@ -177,34 +167,43 @@ class LLM:
                     seed = group[0].seed if group else None
                     group.append(self.engine.add_request(own, prompt, setting, sample=sample, seed=seed))
         except SplashError:
-            for request in (r for group in groups for r in group):
-                self.engine.abort(request.name)
-            self._drive(lambda: self.engine.busy)
+            self._drop(request for group in groups for request in group)
             raise
         return groups
+
+    def _drop(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.engine.drop(request.name)
 
     def _run(
         self,
         requests: list[Request],
         switches: Mapping[int, str] | None,
         on_step: Callable[[StepRecord], None] | None,
-    ) -> SwitchRefused | None:
-        """Drive requests to their ends; the first refusal of one of their switches, if any."""
+    ) -> SplashError | None:
+        """Drive requests to their ends; the first reason why one of their switches was not made, if any.
+
+        Whatever interrupts it, no request is left running.
+        """
         pending = dict(switches or {})
-        futures, seen = [], len(self.engine.records)
-        step = 0
-        while any(r.finish_reason is None for r in requests):
-            if step in pending:
-                futures.append(self.engine.request_switch(pending.pop(step)))
-            self.engine.step()
-            step += 1
-            if on_step:
-                for record in self.engine.records[seen:]:
-                    on_step(record)
-                seen = len(self.engine.records)
+        futures, seen, step = [], len(self.engine.records), 0
+        try:
+            while any(request.status is not Status.FINISHED for request in requests):
+                if step in pending:
+                    futures.append(self.engine.request_switch(pending.pop(step)))
+                self.engine.step()
+                step += 1
+                if on_step:
+                    for record in self.engine.records[seen:]:
+                        on_step(record)
+                    seen = len(self.engine.records)
+        except BaseException:
+            self._drop(requests)
+            raise
+        self._drive(lambda: not all(future.done() for future in futures))
         self._settle()
-        refusals = (future.exception(0) for future in futures)
-        return next((error for error in refusals if isinstance(error, SwitchRefused)), None)
+        errors = (future.exception() for future in futures)
+        return next((error for error in errors if isinstance(error, SplashError)), None)
 
     def _settle(self) -> None:
         """Read what is in flight, unless there are requests that someone else drives."""
@@ -236,7 +235,7 @@ class LLM:
                 )
             )
         return RequestOutput(
-            request_id=group[0].name.split("-")[0],
+            request_id=group[0].name if len(group) == 1 else group[0].name.rsplit("-", 1)[0],
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=tuple(group[0].prompt_ids),
             outputs=tuple(outputs),

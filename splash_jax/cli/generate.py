@@ -12,6 +12,7 @@ from typer import Option
 from splash_jax.cli.process import prepare_process
 from splash_jax.cli.startup import STDERR, startup_bars
 from splash_jax.cli.values import byte_size, model_path, switch_steps, write_json
+from splash_jax.errors import SplashError
 
 if TYPE_CHECKING:
     from splash_jax import LLM, RequestOutput, SamplingParams
@@ -58,13 +59,21 @@ def generate(
         device_memory_bytes=budget, dtype=dtype,
     )  # fmt: skip
     began = perf_counter()
-    outputs = _complete(llm, prompts, chat, params, switches)
+    unmade: SplashError | None = None
+    try:
+        outputs = _complete(llm, prompts, chat, params, switches)
+    except SplashError as error:
+        if error.outputs is None:
+            raise
+        outputs, unmade = error.outputs, error
     seconds = perf_counter() - began
     if str(json) != "-":
         _print_texts(outputs)
     if json is not None:
         write_json(json, _as_json(llm, outputs, seconds))
     STDERR.print(_summary(llm, outputs, switches, seconds), soft_wrap=True, markup=False)
+    if unmade is not None:
+        raise unmade
 
 
 def _read_prompts(given: list[str], file: Path | None) -> list[str]:

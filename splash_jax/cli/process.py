@@ -1,20 +1,11 @@
 """What a command does to its process before JAX is imported, and how it ends when something is wrong."""
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ACCELERATORS = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
-
-
-def on_cpu() -> bool:
-    """Whether JAX will run on the CPU: as JAX_PLATFORMS says, else where no plugin for an accelerator is installed."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms:
-        return platforms.split(",")[0] == "cpu"
-    return not any(importlib.util.find_spec(name) for name in ACCELERATORS)
+from splash_jax.platforms import on_cpu
 
 
 def prepare_process(num_devices: int) -> None:

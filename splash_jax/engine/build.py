@@ -157,7 +157,7 @@ def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
     checkpoint = Checkpoint.open(blueprint.config.model)
     leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
     expected: dict[str, tuple[int, ...]] = {}
-    for leaf in jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, Leaf)):
+    for leaf in jax.tree.leaves(leaves):
         expected.update(leaf.sources)
     checkpoint.check(expected, lambda name: ignored(blueprint.model, name))
     return checkpoint

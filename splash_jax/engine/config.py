@@ -29,7 +29,7 @@ class EngineConfig:
     reserve_bytes: int = 0  # of it, kept free for programs' temporaries
     penalties: bool = True  # keep token counts per request, so that penalties work
     scoring: bool = True  # compile the programs of `logits`
-    compile_ahead: bool = True  # False: compile at first use instead, and say so
+    compile_ahead: bool = True  # False: compile each program at its first use instead
     seed: int = 0  # of requests that bring none
     compilation_cache_dir: Path | None = field(default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla")
     skip_tokenizer_init: bool = False

@@ -18,7 +18,7 @@ from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.records import StepRecord
 from splash_jax.engine.stopping import Ending
-from splash_jax.errors import LayoutError, RequestError, SwitchRefused
+from splash_jax.errors import EngineFailed, LayoutError, RequestError
 from splash_jax.kv import PagePool
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
 from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_switch
@@ -56,7 +56,6 @@ class Engine:
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
         self.records: list[StepRecord] = []
-        self.preemptions = 0
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
         self._aborts: deque[str] = deque()
@@ -65,6 +64,8 @@ class Engine:
         self._lock = threading.RLock()
         self._read_at = 0.0
         self._count = 0
+        self.preemptions = 0
+        self._failed: BaseException | None = None
         self._unseeded = np.random.default_rng(config.seed)
 
     @property
@@ -123,7 +124,7 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, the context holds {limit}{'' if score else ', one of them drawn'}. "
                 f"Shorten it or raise max_model_len."
             )
-        if not score and params.max_tokens is not None and len(ids) + params.min_tokens > limit:
+        if not score and len(ids) + params.min_tokens > limit:
             raise RequestError(
                 f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}."
             )
@@ -153,8 +154,9 @@ class Engine:
     def plan(self, dst: Layout, now: Manifest | None = None) -> SwitchPlan:
         """The switch to `dst` from what is stored now, or from `now`. Raises `SwitchRefused` when it does not fit."""
         with self._lock:
-            now = self.pool.manifest() if now is None else now
-            homes = self._new_homes(dst) if now.layout == self.pool.layout else None
+            homes = None
+            if now is None:
+                now, homes = self.pool.manifest(), self.scheduler.new_homes(self.pool, dst)
             return plan_switch(
                 now, dst, pages_per_rank=self.blueprint.pages[dst], state=self.blueprint.state, homes=homes
             )
@@ -165,27 +167,53 @@ class Engine:
         return bool(self.scheduler.unfinished or self._pending or self._switches or self._aborts)
 
     def step(self) -> None:
-        """Dispatch one step and read the one before it. Does nothing when nothing is to be done."""
+        """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
+
+        Raises `EngineFailed` once a step has raised in its middle: what it left cannot be trusted.
+        """
         with self._lock:
-            self._apply_aborts()
-            switch = self._take_switch()
-            if self._pending and self.scheduler.under_pressure(self.pool):
-                self._read()
-            schedule = self.scheduler.schedule(self.pool, largest=switch is not None)
-            self.preemptions += len(schedule.preempted)
-            before, self._pending = self._pending, None
-            if schedule.chunks or switch is not None:
-                self._pending = self._dispatch(schedule, switch)
-            if before is not None:
-                self._read(before)
-            if not self.scheduler.unfinished and self._pending is None:
-                self.pool.check(live=())
+            if self._failed is not None:
+                raise EngineFailed("an earlier step failed; build a new engine.") from self._failed
+            try:
+                self._step()
+            except BaseException as error:
+                self._failed = error
+                for _, future in self._switches:
+                    future.cancel()
+                raise
+
+    def _step(self) -> None:
+        self._apply_aborts()
+        plan, future = self._take_switch()
+        if self._pending and self.scheduler.under_pressure(self.pool):
+            self._read(self._pending)
+            self._pending = None
+        schedule = self.scheduler.schedule(self.pool, largest=plan is not None)
+        self.preemptions += len(schedule.preempted)
+        before, self._pending = self._pending, None
+        if schedule.chunks or plan is not None:
+            self._pending = self._dispatch(schedule, plan)
+        if future is not None and plan is not None:
+            future.set_result(plan)
+        if before is not None:
+            self._read(before)
+        if not self.scheduler.unfinished and self._pending is None:
+            self.pool.check(live=())
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
         """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it."""
-        request, ending = self._requests.pop(name)
-        rows = self._scores.pop(name, None)
+        with self._lock:
+            request, ending = self._requests.pop(name)
+            rows = self._scores.pop(name, None)
         return request, ending.text, None if rows is None else np.concatenate(rows)
+
+    def drop(self, name: str) -> None:
+        """End a request whose result nobody wants, wherever it is, and forget it."""
+        with self._lock:
+            known = self._requests.pop(name, None)
+            self._scores.pop(name, None)
+            if known and known[0].status is not Status.FINISHED:
+                self._finish(known[0], "abort")
 
     def _apply_aborts(self) -> None:
         while self._aborts:
@@ -193,41 +221,27 @@ class Engine:
             if known and known[0].status is not Status.FINISHED:
                 self._finish(known[0], "abort")
 
-    def _take_switch(self) -> SwitchPlan | None:
-        """The plan of the next switch that fits, its future resolved; the page pool is already as after it."""
+    def _take_switch(self) -> "tuple[SwitchPlan, Future[SwitchPlan]] | tuple[None, None]":
+        """The next switch that can be made, with the future to resolve once it is; the page pool is as after it."""
         while self._switches:
             dst, future = self._switches.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 plan = self._permitted_plan(dst)
-            except (SwitchRefused, LayoutError) as refusal:
+            except Exception as refusal:
                 future.set_exception(refusal)
                 continue
-            future.set_result(plan)
             if dst != self.layout:
                 self.pool = PagePool.adopt(plan.after)
-                return plan
-        return None
+                return plan, future
+            future.set_result(plan)
+        return None, None
 
     def _permitted_plan(self, dst: Layout) -> SwitchPlan:
         if dst != self.layout and (self.layout, dst) not in self.blueprint.directions():
             raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
         return self.plan(dst)
-
-    def _new_homes(self, dst: Layout) -> dict[str, int] | None:
-        """Homes by expected growth, where the layout so far does not bind a request to its home."""
-        if not dst.owner_axes or self.layout.owner_axes:
-            return None
-        cap = -(-self.config.max_num_seqs // dst.size)
-        load = [[0, 0] for _ in range(dst.size)]
-        homes = {}
-        for request in sorted(self.scheduler.running, key=lambda r: (-r.growth, r.name)):
-            rank = min(range(dst.size), key=lambda r: (load[r][0] >= cap, load[r][1], r))
-            load[rank][0] += 1
-            load[rank][1] += request.growth
-            homes[request.name] = rank
-        return homes
 
     def _dispatch(self, schedule: Schedule, plan: SwitchPlan | None) -> _Pending:
         started = time.perf_counter()
@@ -235,11 +249,9 @@ class Engine:
             if chunk.start == 0 and chunk.request.params.penalised:
                 self._reset_counts(chunk.request)
         works = [self._work(chunk) for chunk in schedule.chunks]
-        batch, places = build_batch(self.blueprint.shapes, self.pool.layout, schedule.bucket, self.pool, works)
         score = any(chunk.request.score for chunk in schedule.chunks)
         bucket = self.blueprint.buckets[self.pool.layout][-1] if score else schedule.bucket
-        if bucket != schedule.bucket:
-            batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
+        batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
         switch = None if plan is None else (plan, self.blueprint.route(plan.before.layout, plan.after.layout))
         results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
         for chunk in schedule.chunks:
@@ -276,12 +288,8 @@ class Engine:
         row[np.unique(request.prompt_ids)] += PROMPT
         self.state.sampler = self.programs.get(ResetKey())(self.state.sampler, np.int32(request.slot), row)
 
-    def _read(self, pending: _Pending | None = None) -> None:
+    def _read(self, pending: _Pending) -> None:
         """Wait for a step's tokens and give them to their requests."""
-        if pending is None:
-            pending, self._pending = self._pending, None
-            if pending is None:
-                return
         tokens, logprobs, logits = jax.device_get(
             (pending.results.drawn.tokens, pending.results.drawn.logprobs, pending.results.logits)
         )
@@ -293,7 +301,9 @@ class Engine:
                 continue
             if request.score:
                 rows = logits[pending.places.rows[request.name], : self.model.vocab_size]
-                self._scores.setdefault(request.name, []).append(rows)
+                if chunk.start == 0:  # begun, or begun again after giving its pages back
+                    self._scores[request.name] = []
+                self._scores[request.name].append(rows)
                 if chunk.start + chunk.rows == request.known:
                     self._finish(request, "stop")
             elif chunk.draws:

@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from splash_jax.platforms import on_cpu
+
 log = logging.getLogger("splash_jax")
 
 CACHE_DIR = "jax_compilation_cache_dir"
@@ -16,7 +18,7 @@ NUM_CPU_DEVICES = "jax_num_cpu_devices"
 
 def prepare_platform(num_devices: int) -> None:
     """Ask for virtual CPU devices while that is still possible, and warn of the known deadlock when it is not."""
-    if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+    if not on_cpu():
         return
     told = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     try:

@@ -49,7 +49,7 @@ def pool_spec(layout: Layout) -> P:
 
 
 def check_heads(layout: Layout, num_heads: int) -> None:
-    """Raise `LayoutError` unless the heads can be split as the layout wants."""
+    """Raise `LayoutError` unless the heads can be split over all ranks, as some layout may want."""
     if num_heads % layout.size:
         fits = [t for t in range(1, 9) if num_heads % t == 0]
         raise LayoutError(

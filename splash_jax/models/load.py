@@ -20,7 +20,7 @@ def leaf_bytes(leaf: Leaf, dtype: str) -> int:
 
 
 def load_leaf(ckpt: Checkpoint, leaf: Leaf, sharding: NamedSharding, dtype: str) -> jax.Array:
-    """One weight in its sharding. Reads each distinct block of the file once."""
+    """One weight in its sharding. Ranks that hold the same block, one after another, share one reading of it."""
     kind = jnp.dtype(leaf.dtype or dtype)
     blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
@@ -44,7 +44,7 @@ def load_tree(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Load a nested dict of leaves into a nested dict of arrays, in the order of the tree."""
-    flat, treedef = jax.tree.flatten(leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    flat, treedef = jax.tree.flatten(leaves)
     total, done, arrays = sum(leaf_bytes(leaf, dtype) for leaf in flat), 0, []
     for leaf in flat:
         arrays.append(load_leaf(ckpt, leaf, sharding_of(leaf), dtype))

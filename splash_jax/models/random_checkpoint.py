@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.deepseek_v3_weights import model_leaves
-from splash_jax.models.params import Leaf
 
 
 def write_random_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
@@ -23,7 +22,7 @@ def write_random_checkpoint(folder: Path, config: Mapping[str, Any], seed: int =
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=1))
     sources: dict[str, tuple[int, ...]] = {}
-    for leaf in jax.tree.leaves(model_leaves(cfg, 1), is_leaf=lambda x: isinstance(x, Leaf)):
+    for leaf in jax.tree.leaves(model_leaves(cfg, 1)):
         sources.update(leaf.sources)
     rng = np.random.default_rng(seed)
     save_file({name: _draw(rng, name, shape) for name, shape in sorted(sources.items())}, folder / "model.safetensors")

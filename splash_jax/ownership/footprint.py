@@ -40,9 +40,7 @@ def projection_bytes(state: StateBytes, layout: Layout) -> int:
     return state.projections * state.num_layers // layout.head_shards
 
 
-def pages_that_fit(
-    state: StateBytes, layout: Layout, *, page_size: int, budget: int, reserve: int, most: int | None = None
-) -> int:
+def pages_that_fit(state: StateBytes, layout: Layout, *, page_size: int, budget: int, reserve: int) -> int:
     """Pages per rank that `budget` bytes leave under a layout, room for one layer in transit kept free.
 
     Raises `ConfigError` with the bytes that lack when not a single page fits.
@@ -56,7 +54,7 @@ def pages_that_fit(
             f"layout {layout} does not fit: {budget} bytes per rank lack {short} bytes for one page of {page_size} "
             f"tokens beside {fixed} bytes of weights, transit and reserve. Raise device_memory_bytes or num_devices."
         )
-    return pages if most is None else min(pages, most)
+    return pages
 
 
 def footprint(state: StateBytes, layout: Layout, *, pages: int, page_size: int) -> Footprint:

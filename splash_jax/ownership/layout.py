@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A placement for every axis of the mesh. Two layouts are equal when they place everything alike."""
+    """A placement for every axis of the mesh. Two layouts are equal when their axes, sizes and roles are."""
 
     axes: tuple[Axis, ...]
 

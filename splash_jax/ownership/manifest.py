@@ -17,6 +17,11 @@ class KVShape:
     interleave: int
     bytes_per_token: int  # of one layer, on one rank that holds the token
 
+    def grain(self, src: Layout, dst: Layout) -> int:
+        """Tokens that stay together when a history moves between two layouts."""
+        dealt = src.position_shares > 1 or dst.position_shares > 1
+        return self.interleave if dealt else self.page_size
+
     def tokens_held(self, layout: Layout, lag: int, num_tokens: int) -> int:
         """Tokens that the rank `lag` shares after the home holds of a history of `num_tokens`."""
         shares = layout.position_shares

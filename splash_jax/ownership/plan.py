@@ -66,16 +66,6 @@ class SwitchPlan:
     kv: KVMove
     num_layers: int
 
-    @property
-    def moves_nothing(self) -> bool:
-        """Whether device state stays as it is, so that only block tables change."""
-        return (
-            self.weights.primitive == "keep"
-            and self.before.pages_per_rank == self.after.pages_per_rank
-            and not self.kv.sent
-            and all(len(pairs) == 0 for pairs in self.kv.local)
-        )
-
     def bytes_per_rank(self) -> list[int]:
         """Bytes each rank receives over the network in the whole switch."""
         kv = self.kv.bytes_received(self.before.layout.size)
@@ -129,8 +119,7 @@ def plan_switch(
                 f"switch {now.layout} -> {dst} does not fit: rank {rank} needs {pages} pages and has "
                 f"{pages_per_rank}, it lacks {lack} bytes. Finish or abort requests, or raise device_memory_bytes."
             )
-    grain = math.gcd(now.kv.interleave if now.layout.position_shares > 1 else now.kv.page_size,
-                     now.kv.interleave if dst.position_shares > 1 else now.kv.page_size)  # fmt: skip
+    grain = now.kv.grain(now.layout, dst)
     return _Planner(now, dst, pages_per_rank, grain, placed).plan(state)
 
 

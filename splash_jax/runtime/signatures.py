@@ -57,7 +57,6 @@ class Signatures:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype or self.shapes.dtype), sharding=sharding),
                 tree,
-                is_leaf=lambda x: isinstance(x, Leaf),
             )
 
         return jax.tree.map(struct, signature.specs, signature.args, is_leaf=lambda x: isinstance(x, P))
@@ -75,15 +74,12 @@ class Signatures:
         layout, shapes = key.layout, self.shapes
         kinds = [layer_kind(shapes.model, i) for i in range(shapes.model.num_layers)]
         weights = self.leaves["layers"][kinds.index(key.part)]
-        specs = jax.tree.map(
-            lambda leaf: weight_spec(layout, leaf.dims), weights, is_leaf=lambda x: isinstance(x, Leaf)
-        )
         local = _ints(layout.size, local_size(shapes, layout, key.bucket))
         rows = self._rows(layout, key.bucket)
         return Signature(
             function=Step(shapes, layout, key.bucket).layer,
             args=(weights, self._hidden(layout, key.bucket), self._pool(layout, key.pages), rows, local),
-            specs=(specs, row_spec(layout), pool_spec(layout), P(), local_spec(layout)),
+            specs=(_leaf_specs(layout, weights), row_spec(layout), pool_spec(layout), P(), local_spec(layout)),
             out_specs=(row_spec(layout), pool_spec(layout)),
             donates=(1, 2),
         )
@@ -202,8 +198,9 @@ def host_state(shapes: Shapes) -> SamplerState:
     return SamplerState(*zeros)
 
 
-def _leaf_specs(layout: Layout, leaves: dict[str, Leaf]) -> dict[str, P]:
-    return {name: weight_spec(layout, leaf.dims) for name, leaf in leaves.items()}
+def _leaf_specs(layout: Layout, leaves: dict[str, Any]) -> dict[str, Any]:
+    """Specs of a tree of leaves."""
+    return jax.tree.map(lambda leaf: weight_spec(layout, leaf.dims), leaves)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -5,14 +5,13 @@ import jax
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.deepseek_v3_weights import model_leaves
 from splash_jax.models.load import leaf_bytes
-from splash_jax.models.params import Leaf
 from splash_jax.ownership import KVShape, StateBytes
 
 
 def state_bytes(model: ModelConfig, dtype: str, ranks: int, kv: KVShape) -> StateBytes:
     """Bytes of a model's weights by what a layout may do with them."""
     leaves = model_leaves(model, ranks)
-    flat = jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, Leaf))
+    flat = jax.tree.leaves(leaves)
     moved = list(leaves["layers"][0]["moved"].values())
     common = sum(leaf_bytes(leaf, dtype) // (ranks if "ranks" in leaf.dims else 1) for leaf in flat if not leaf.moves)
     return StateBytes(

@@ -60,8 +60,7 @@ def make_route(
 ) -> Route:
     """The route of a switch. `sends` overrides the number of grains per round, which otherwise holds any all-to-all."""
     kv, ranks = shapes.kv, src.size
-    dealt = src.position_shares > 1 or dst.position_shares > 1
-    grain = kv.interleave if dealt else kv.page_size
+    grain = kv.grain(src, dst)
     per_page = kv.page_size // grain
     shuffled = grain < kv.page_size
     gathers = dst.everywhere and not src.everywhere
@@ -70,12 +69,15 @@ def make_route(
     )
     if sends is None:
         most = max(src_pages, dst_pages) * per_page
-        # What a pair exchanges of a request is rounded up to a grain; a rank is home to an even share of requests.
         share = math.ceil(most / ranks)
-        # A later round of a gather reads what an earlier one must not have overwritten.
-        one_round = shuffled or src_pages > dst_pages
-        homes = math.ceil(shapes.slots / ranks)
-        sends = (most if one_round else share) if gathers else min(most, share + homes)
+        if not gathers:
+            # What a pair exchanges of a request is rounded up to a grain; a rank is home to an even share of requests.
+            sends = min(most, share + math.ceil(shapes.slots / ranks))
+        elif shuffled or src_pages > dst_pages:
+            # One round: a later one would read what an earlier one had overwritten. Dealt positions are even anyhow.
+            sends = most if src.owner_axes else min(most, share + shapes.slots)
+        else:
+            sends = share
     relocated = dst_pages if shuffled else min(dst_pages, max(0, src_pages - dst_pages))
     return Route(
         src=src,

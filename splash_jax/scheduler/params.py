@@ -55,7 +55,7 @@ class SamplingParams:
             self._whole("seed", 0, 2**63 - 1)
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise RequestError(f"stop must be non-empty text, got {self.stop!r}.")
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.stop_token_ids or ()):
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in self.stop_token_ids or ()):
             raise RequestError(f"stop_token_ids must be token ids of 0 or more, got {self.stop_token_ids!r}.")
 
     @property

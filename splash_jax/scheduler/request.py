@@ -57,7 +57,9 @@ class Request:
     @property
     def prefilling(self) -> bool:
         """Whether rows other than the last token's are still to be computed."""
-        return self.computed < (self.known if self.score else self.total - 1) or self.total == len(self.prompt_ids)
+        if self.score:
+            return self.computed < self.known
+        return self.computed < self.total - 1 or self.total == len(self.prompt_ids)
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop - 1, all known."""
@@ -65,8 +67,3 @@ class Request:
         if stop <= prompt:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:prompt] + self.output_ids[max(0, start - prompt) : stop - prompt]
-
-    @property
-    def growth(self) -> int:
-        """Tokens that it will hold at most: what an owner should expect."""
-        return self.max_total

@@ -75,7 +75,7 @@ class Scheduler:
                 preempted.append(self._preempt_youngest(pool, request))
             if request.status is Status.RUNNING:
                 step.take(request, 1, draws=True)
-        for request in [r for r in self.running if r.prefilling and not (r.score and r.computed == r.known)]:
+        for request in [r for r in self.running if r.prefilling]:
             self._prefill(step, request)
         if not preempted:
             self._admit(step)
@@ -100,7 +100,7 @@ class Scheduler:
         pool = step.pool
         while self.waiting and self._slots:
             request = self.waiting[0]
-            home = self.choose_home(pool)
+            home = self._choose_home(pool)
             pool.add(request.name, home)
             if step.prompt_rows(request) == 0 or not self._fits(pool, request):
                 pool.release(request.name)
@@ -123,17 +123,33 @@ class Scheduler:
             for rank, need in pool.growth(request.name, request.known)
         )
 
-    def choose_home(self, pool: PagePool) -> int:
-        """The rank with the fewest requests, and of those the least history once all have grown to their ends."""
+    def new_homes(self, pool: PagePool, dst: Layout) -> dict[str, int] | None:
+        """Homes in `dst` by expected growth, largest first; None where the layout so far ties a history to its home."""
+        if not dst.owner_axes or pool.layout.owner_axes:
+            return None
+        load = [(0, 0)] * dst.size
+        homes: dict[str, int] = {}
+        for request in sorted(self.running, key=lambda r: (-r.max_total, r.name)):
+            home = homes[request.name] = self._lightest(load)
+            load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
+        return homes
+
+    def _choose_home(self, pool: PagePool) -> int:
         load = [(0, 0)] * pool.layout.size
         for request in self.running:
             home = pool.home(request.name)
-            load[home] = (load[home][0] + 1, load[home][1] + request.growth)
-        cap = -(-self._num_slots // pool.layout.size)
+            load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
+        return self._lightest(load)
+
+    def _lightest(self, load: list[tuple[int, int]]) -> int:
+        """Of the ranks below an even share of the slots, the one with the least history once all have grown to their
+        ends, then the fewest requests. `load` holds (requests, tokens) of every rank.
+        """
+        cap = -(-self._num_slots // len(load))
         return min(range(len(load)), key=lambda rank: (load[rank][0] >= cap, load[rank][1], load[rank][0], rank))
 
     def _preempt_youngest(self, pool: PagePool, needy: Request) -> Request:
-        """Put the youngest request that holds pages where `needy` lacks them back at the head of the queue."""
+        """Put the youngest request that shares a rank with `needy` back at the head of the queue."""
         ranks = set(pool.holders(needy.name))
         victim = next(r for r in reversed(self.running) if ranks & set(pool.holders(r.name)))
         self._evict(pool, victim)

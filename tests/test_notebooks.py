@@ -27,6 +27,7 @@ def test_a_notebook_is_kept_without_outputs(path):
             assert not cell.outputs and cell.execution_count is None, f"clear the outputs of {path.name}."
 
 
+@pytest.mark.slow
 @EVERY_NOTEBOOK
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))

@@ -25,6 +25,8 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<= ]*)\]")
 _WIDTH = re.compile(r"[a-z]+?(\d+)")
 _LISTED = re.compile(r"replica_groups=\{\{([\d, ]*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")  # as JAX 0.12 writes them
+_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _NAME = re.compile(r"[\w.\-]+")
 _RANKS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
@@ -97,4 +99,7 @@ def _group_size(rest: str, ranks: int) -> int:
         return len(listed[1].split(","))
     if iota := _IOTA.search(rest):
         return int(iota[1].split(",")[-1])
+    if mesh := _MESH.search(rest):
+        sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
+        return math.prod(sizes[axis.strip(" '")] for axis in mesh[2].split(","))
     return ranks

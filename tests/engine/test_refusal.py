@@ -26,7 +26,7 @@ def test_a_switch_that_does_not_fit_changes_nothing(llm: LLM, alone: LLM) -> Non
     refusal = future.exception(0)
     assert isinstance(refusal, SwitchRefused)
     found = re.fullmatch(
-        r"switch dop -> tp does not fit: rank 0 needs (\d+) pages and has 201, it lacks (\d+) bytes\. "
+        r"switch dop -> tp does not fit: rank 0 needs (\d+) pages and has 170, it lacks (\d+) bytes\. "
         r"Finish or abort requests, or raise device_memory_bytes\.",
         str(refusal),
     )
@@ -34,7 +34,7 @@ def test_a_switch_that_does_not_fit_changes_nothing(llm: LLM, alone: LLM) -> Non
     need, lack = map(int, found.groups())
     kv = engine.pool.kv
     assert need == sum(-(-r.num_tokens // kv.page_size) for r in before.requests.values())
-    assert lack == (need - 201) * kv.page_size * kv.bytes_per_token * 3
+    assert lack == (need - 170) * kv.page_size * kv.bytes_per_token * 3
     after = engine.pool.manifest()
     assert llm.layout == "dop" and after.requests.keys() == before.requests.keys()
     for name, pages in before.requests.items():
@@ -61,7 +61,7 @@ def test_generate_reports_a_refused_switch_after_its_requests_are_done(llm: LLM)
 
 def test_a_plan_says_beforehand_that_a_switch_does_not_fit(llm: LLM) -> None:
     go(llm, "tp")
-    with pytest.raises(SwitchRefused, match=r"switch dop -> tp does not fit: rank 0 needs 264 pages and has 201"):
+    with pytest.raises(SwitchRefused, match=r"switch dop -> tp does not fit: rank 0 needs 264 pages and has 170"):
         llm.plan("dop", "tp", tokens=[132] * 8)
     assert llm.plan("dop", "tp", tokens=[132] * 4).summary()["requests"] == 4
 

@@ -76,7 +76,7 @@ def test_what_is_stored_for_a_position_is_what_one_device_stores(llm: LLM, alone
         while request.computed < 37:
             engine_of.engine.step()
         stored.append(history(engine_of, request)[:, :37])
-        engine_of.abort(request.name)
+        engine_of.engine.abort(request.name)
         drive(engine_of)
         engine_of.engine.take(request.name)
     np.testing.assert_allclose(stored[1], stored[0], rtol=0, atol=1e-4)

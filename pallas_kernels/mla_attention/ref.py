@@ -1,19 +1,16 @@
 """The oracle: every key of every row at once, in plain jnp."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from pallas_kernels.mla_attention.api import PageTable
+from pallas_kernels.mla_attention.table import PageTable
 
 
 def attend(
     q: jax.Array,
     positions: jax.Array,
     pool: jax.Array,
-    table: "PageTable",
+    table: PageTable,
     *,
     decode: int,
     tile: int,

@@ -4,13 +4,10 @@ Sequences go in small groups; the loop over blocks runs only as far as the longe
 serves every context length and a short request does not pay for a long one.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from pallas_kernels.mla_attention.api import PageTable
+from pallas_kernels.mla_attention.table import PageTable
 
 BLOCK_TOKENS = 128
 GROUP_ROWS = 2048  # query rows (times heads) that share a pass over their keys, so that a block stays in cache
@@ -21,7 +18,7 @@ def attend(
     q: jax.Array,
     positions: jax.Array,
     pool: jax.Array,
-    table: "PageTable",
+    table: PageTable,
     *,
     decode: int,
     tile: int,
@@ -48,7 +45,7 @@ def _attend_grouped(
     q_SQHD: jax.Array,
     positions_SQ: jax.Array,
     pool_PKD: jax.Array,
-    table: "PageTable",
+    table: PageTable,
     value_width: int,
     shares: int,
     interleave: int,
@@ -57,7 +54,7 @@ def _attend_grouped(
     most = max(1, min(GROUP_SEQUENCES, GROUP_ROWS // (Q * H)))
     size = next(n for n in range(min(most, S), 0, -1) if S % n == 0)
 
-    def group(args: tuple[jax.Array, jax.Array, "PageTable"]) -> tuple[jax.Array, jax.Array]:
+    def group(args: tuple[jax.Array, jax.Array, PageTable]) -> tuple[jax.Array, jax.Array]:
         q, positions, own = args
         return _attend_sequences(q, positions, pool_PKD, own, value_width, shares, interleave)
 
@@ -71,7 +68,7 @@ def _attend_sequences(
     q_SQHD: jax.Array,
     positions_SQ: jax.Array,
     pool_PKD: jax.Array,
-    table: "PageTable",
+    table: PageTable,
     value_width: int,
     shares: int,
     interleave: int,

@@ -146,7 +146,7 @@ def engine_worker(folder: Path, devices: int, layout: str) -> Callable[[Case], A
             layouts=(layout,),
             dtype="float32",
             max_num_seqs=case.batch,
-            max_model_len=case.context + case.new + waiting + 64,
+            max_model_len=case.context + case.new + waiting + 128,  # pages to spare for everyone
             block_size=64,
             prefill_tile=64,
             max_num_batched_tokens=PROMPT_ROWS,

@@ -9,6 +9,7 @@ The times are this machine's; on virtual CPU devices all ranks share its cores, 
 
 import argparse
 import csv
+import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -97,7 +98,9 @@ def _layouts(args: argparse.Namespace, folder: Path, devices: int) -> list[dict[
 
 
 def _rate(case: Case, seconds: list[float]) -> tuple[float, float, float]:
-    """Median tokens per second over steps, and its quartiles."""
+    """Median tokens per second over steps, and its quartiles; NaN where the whole batch never ran in one step."""
+    if len(seconds) < 2:
+        return (math.nan,) * 3
     low, middle, high = statistics.quantiles(seconds, n=4)
     return case.batch / middle, case.batch / high, case.batch / low
 

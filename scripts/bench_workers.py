@@ -176,7 +176,7 @@ def hugging_face_worker(folder: Path) -> Callable[[Case], Answer | None]:
     """transformers' own loop with its key-value cache, float32; answers None where torch or it is not installed."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM, DynamicCache
     except ImportError:
         return lambda case: None

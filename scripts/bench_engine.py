@@ -100,7 +100,7 @@ def _layouts(args: argparse.Namespace, folder: Path, devices: int) -> list[dict[
 def _rate(case: Case, seconds: list[float]) -> tuple[float, float, float]:
     """Median tokens per second over steps, and its quartiles; NaN where the whole batch never ran in one step."""
     if len(seconds) < 2:
-        return (math.nan,) * 3
+        return math.nan, math.nan, math.nan
     low, middle, high = statistics.quantiles(seconds, n=4)
     return case.batch / middle, case.batch / high, case.batch / low
 

@@ -36,7 +36,6 @@ weights = load_tree(
 struct = pool_struct(NamedSharding(mesh, pool_spec(tp)), kv, 64, shapes.width, "float32")
 state = DeviceState(weights, empty_pools(struct, cfg.num_layers), fresh_state(mesh, shapes), tp, 64)
 pool = PagePool(tp, kv, 64)  # which page of which rank holds what
-
 prompts = ["The river is", "In the morning she", "A computer is a"]
 tokens = {str(i): tokenizer.encode(text) for i, text in enumerate(prompts)}
 for slot, name in enumerate(tokens):

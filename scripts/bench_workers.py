@@ -25,6 +25,8 @@ CONFIG: dict[str, Any] = {
 MALLOC = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456"
 
 PROMPT_ROWS = 512  # per step
+WEIGHT_BYTES = 640 << 20  # room for the whole model on every rank
+TOKEN_BYTES = 4 * (CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"]) * (CONFIG["num_hidden_layers"] + 4)
 
 Answer = dict[str, Any]
 
@@ -139,6 +141,7 @@ def engine_worker(folder: Path, devices: int, layout: str) -> Callable[[Case], A
 
     def run(case: Case) -> Answer:
         waiting = case.batch * case.context // PROMPT_ROWS  # steps until the last prompt is in
+        longest = case.context + case.new + waiting + 128  # pages to spare for everyone
         llm = LLM(
             folder,
             num_devices=devices,
@@ -146,7 +149,8 @@ def engine_worker(folder: Path, devices: int, layout: str) -> Callable[[Case], A
             layouts=(layout,),
             dtype="float32",
             max_num_seqs=case.batch,
-            max_model_len=case.context + case.new + waiting + 128,  # pages to spare for everyone
+            max_model_len=longest,
+            device_memory_bytes=WEIGHT_BYTES + 2 * TOKEN_BYTES * case.batch * longest,
             block_size=64,
             prefill_tile=64,
             max_num_batched_tokens=PROMPT_ROWS,

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from pallas_kernels.mla_attention.table import PageTable
 
 BLOCK_TOKENS = 128
+LONG_BLOCK_TOKENS = 512  # of decode rows, as far as the longest history fills such blocks
 GROUP_ROWS = 2048  # query rows (times heads) that share a pass over their keys, so that a block stays in cache
 GROUP_SEQUENCES = 8
+PRODUCT_SEQUENCES = 4  # per product: XLA:CPU runs one batched product on one core, several at a time on all
 
 
 def attend(
@@ -75,26 +77,36 @@ def _attend_sequences(
 ) -> tuple[jax.Array, jax.Array]:
     S, Q, H, D = q_SQHD.shape
     page_size = pool_PKD.shape[1]
-    pages_per_block = max(1, BLOCK_TOKENS // page_size)
-    width = -(-table.pages.shape[1] // pages_per_block) * pages_per_block
-    pages_SW = jnp.pad(table.pages, ((0, 0), (0, width - table.pages.shape[1])))
-    L = pages_per_block * page_size
     q_SND = q_SQHD.reshape(S, Q * H, D)
-    blocks = (table.held.max() + L - 1) // L
+    zero = jnp.zeros((S, Q * H), jnp.float32)
+    carry = (jnp.full_like(zero, -jnp.inf), zero, jnp.zeros((S, Q * H, D), jnp.float32))
+    longest, done = table.held.max(), 0
+    short = max(1, BLOCK_TOKENS // page_size)
+    long = max(short, LONG_BLOCK_TOKENS // page_size // short * short)
+    width = -(-table.pages.shape[1] // long) * long
+    pages_SW = jnp.pad(table.pages, ((0, 0), (0, width - table.pages.shape[1])))
 
-    def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def block(pages_per_block: int, start: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Take in the keys of the pages from column `start` of the table."""
         top_SN, total_SN, acc_SND = carry
-        pages = jax.lax.dynamic_slice_in_dim(pages_SW, block * pages_per_block, pages_per_block, 1)
-        local = (block * L + jnp.arange(L, dtype=jnp.int32))[None]
+        L = pages_per_block * page_size
+        pages = jax.lax.dynamic_slice_in_dim(pages_SW, start, pages_per_block, 1)
+        local = (start * page_size + jnp.arange(L, dtype=jnp.int32))[None]
         at_SL = (local // interleave * shares + table.lag[:, None]) * interleave + local % interleave
         held_SL = local < table.held[:, None]
-        k_SLD = jnp.where(held_SL[..., None], pool_PKD[pages].reshape(S, L, D), 0)
         # Without the barrier a gather fused into a one-sequence product is wrong on CPU in JAX 0.10.2.
-        k_SLD = jax.lax.optimization_barrier(k_SLD)
-        logits_SLN = jax.lax.dot_general(
-            k_SLD, q_SND, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-        )  # keys first: twice as fast as queries first on CPU, which the barrier keeps XLA from turning round
-        logits_SNL = jax.lax.optimization_barrier(logits_SLN).swapaxes(1, 2)
+        keys = [
+            jax.lax.optimization_barrier(
+                jnp.where(held_SL[part, :, None], pool_PKD[pages[part]].reshape(-1, L, D), 0)
+            )
+            for part in parts
+        ]
+        # Keys first: twice as fast as queries first on CPU, which the barrier keeps XLA from turning round.
+        logits_SLN = [
+            jax.lax.optimization_barrier(_product(k_SLD, q_SND[part], (2, 2)))
+            for k_SLD, part in zip(keys, parts, strict=True)
+        ]
+        logits_SNL = jnp.concatenate(logits_SLN).swapaxes(1, 2)
         visible_SQL = held_SL[:, None] & (at_SL[:, None] <= positions_SQ[..., None])
         visible_SNL = jnp.broadcast_to(visible_SQL[:, :, None], (S, Q, H, L)).reshape(S, Q * H, L)
         logits_SNL = jnp.where(visible_SNL, logits_SNL, -jnp.inf)
@@ -103,13 +115,26 @@ def _attend_sequences(
         p_SNL = jnp.exp(logits_SNL - safe_top[..., None])
         scale = jnp.exp(jnp.where(jnp.isfinite(top_SN), top_SN, -jnp.inf) - safe_top)
         total = total_SN * scale + p_SNL.sum(-1)
-        part = jnp.einsum("snl,sld->snd", p_SNL.astype(k_SLD.dtype), k_SLD, preferred_element_type=jnp.float32)
-        return new_top, total, acc_SND * scale[..., None] + part
+        sums = [
+            jax.lax.optimization_barrier(_product(p_SNL[part].astype(k_SLD.dtype), k_SLD, (2, 1)))
+            for k_SLD, part in zip(keys, parts, strict=True)
+        ]
+        return new_top, total, acc_SND * scale[..., None] + jnp.concatenate(sums)
 
-    zero = jnp.zeros((S, Q * H), jnp.float32)
-    start = (jnp.full_like(zero, -jnp.inf), zero, jnp.zeros((S, Q * H, D), jnp.float32))
-    top, total, acc = jax.lax.fori_loop(0, blocks, body, start)
+    parts = [slice(i, i + PRODUCT_SEQUENCES) for i in range(0, S, PRODUCT_SEQUENCES)]
+    if Q == 1 and long > short:
+        done = longest // (long * page_size)
+        carry = jax.lax.fori_loop(0, done, lambda i, carry: block(long, i * long, carry), carry)
+        done = done * (long // short)
+    blocks = (longest + short * page_size - 1) // (short * page_size)
+    top, total, acc = jax.lax.fori_loop(done, blocks, lambda i, carry: block(short, i * short, carry), carry)
     some = total != 0  # a NaN is no empty row: it stays a NaN, so that damage shows
     safe = jnp.where(some, total, 1.0)
     out = (acc / safe[..., None]).reshape(S, Q, H, D)[..., :value_width]
     return out, jnp.where(some, top + jnp.log(safe), -jnp.inf).reshape(S, Q, H)
+
+
+def _product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """Sequence by sequence, summed in float32 over one axis of each."""
+    dims = (((over[0],), (over[1],)), ((0,), (0,)))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)

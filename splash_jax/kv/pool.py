@@ -34,8 +34,16 @@ class PagePool:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return (self.layout,)
+
     def home(self, name: str) -> int:
         return self._home[name]
+
+    def homes(self, name: str) -> tuple[int, ...]:
+        """The home of a request in each of `layouts`."""
+        return (self._home[name],)
 
     def num_tokens(self, name: str) -> int:
         return self._tokens[name]

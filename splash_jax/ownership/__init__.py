@@ -4,7 +4,7 @@ from splash_jax.ownership.bucket import Bucket
 from splash_jax.ownership.footprint import Footprint, StateBytes, footprint, pages_that_fit
 from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections
 from splash_jax.ownership.manifest import KVShape, Manifest, RequestPages
-from splash_jax.ownership.plan import KVMove, SwitchPlan, WeightMove, apply, plan_switch
+from splash_jax.ownership.plan import KVMove, SwitchPlan, WeightMove, apply, plan_between, plan_switch
 
 __all__ = [
     "Axis",
@@ -24,5 +24,6 @@ __all__ = [
     "apply",
     "footprint",
     "pages_that_fit",
+    "plan_between",
     "plan_switch",
 ]

@@ -123,8 +123,19 @@ def plan_switch(
     return _Planner(now, dst, pages_per_rank, grain, placed).plan(state)
 
 
+def plan_between(before: Manifest, after: Manifest, state: StateBytes) -> SwitchPlan:
+    """The moves that bring every history of `before` to where `after` wants it, its pages there chosen already.
+
+    Both must hold the same requests with the same number of tokens.
+    """
+    placed = {name: (request.home, request.num_tokens) for name, request in after.requests.items()}
+    grain = before.kv.grain(before.layout, after.layout)
+    planner = _Planner(before, after.layout, after.pages_per_rank, grain, placed)
+    return planner.plan(state, {name: request.pages for name, request in after.requests.items()})
+
+
 class _Planner:
-    """The working state of one `plan_switch`."""
+    """The working state of one plan."""
 
     def __init__(
         self, now: Manifest, dst: Layout, pages_per_rank: int, grain: int, placed: dict[str, tuple[int, int]]
@@ -141,8 +152,10 @@ class _Planner:
         self.sent: dict[tuple[int, int], list[np.ndarray]] = {}
         self.load = np.zeros(dst.size, np.int64)  # grains each rank has been asked to send
 
-    def plan(self, state: StateBytes) -> SwitchPlan:
-        pages = self._assign_pages()
+    def plan(self, state: StateBytes, pages: Mapping[str, Mapping[int, tuple[int, ...]]] | None = None) -> SwitchPlan:
+        """The plan with the given destination pages, or with pages of its own choice."""
+        if pages is None:
+            pages = self._assign_pages()
         for name, request in self.now.requests.items():
             self._move(request, self.placed[name][0], pages[name])
         after = Manifest(
@@ -212,7 +225,7 @@ class _Planner:
             for name, by_rank in kept.items()
         }
 
-    def _move(self, request: RequestPages, home: int, pages: dict[int, tuple[int, ...]]) -> None:
+    def _move(self, request: RequestPages, home: int, pages: Mapping[int, tuple[int, ...]]) -> None:
         """Record how every grain of one request reaches every rank that must hold it."""
         where: dict[int, dict[int, int]] = {}  # rank -> global grain -> slot, at the source
         for rank, source_pages in request.pages.items():

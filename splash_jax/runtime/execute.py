@@ -69,7 +69,7 @@ def run_step(
     x = step("embed")(state.weights["embed"], state.sampler.last, inputs.rows)
     if switch is None:
         for i in range(len(state.pools)):
-            x, state.pools[i] = step(_kind(programs, i))(
+            x, state.pools[i] = step(kind_of(programs, i))(
                 state.weights["layers"][i], x, state.pools[i], inputs.rows, inputs.local
             )
     else:
@@ -80,7 +80,7 @@ def run_step(
     return Results(drawn, logits)
 
 
-def _kind(programs: Programs, layer: int) -> str:
+def kind_of(programs: Programs, layer: int) -> str:
     return layer_kind(programs.shapes.model, layer)
 
 
@@ -100,16 +100,16 @@ def _run_layers_switching(
             old = (layers[0]["moved"], pools[0])
             layers[0]["moved"], pools[0] = programs.get(SwitchKey(route=route))(*old, *rounds[0])
         elif i < len(pools):
-            key = SwitchKey(route=route, kind=_kind(programs, i - 1), bucket=bucket)
+            key = SwitchKey(route=route, kind=kind_of(programs, i - 1), bucket=bucket)
             old = (layers[i]["moved"], pools[i])
             x, pools[i - 1], layers[i]["moved"], pools[i] = programs.get(key)(
                 layers[i - 1], x, pools[i - 1], inputs.rows, inputs.local, *old, *rounds[0]
             )
         else:
-            key = StepKey(part=_kind(programs, i - 1), layout=route.dst, bucket=bucket, pages=route.dst_pages)
+            key = StepKey(part=kind_of(programs, i - 1), layout=route.dst, bucket=bucket, pages=route.dst_pages)
             x, pools[i - 1] = programs.get(key)(layers[i - 1], x, pools[i - 1], inputs.rows, inputs.local)
             break
-        _free(old)
+        free(old)
         for maps in rounds[1:]:
             pools[i] = programs.get(SwitchKey(route=route, more=True))(pools[i], *maps)
     return x
@@ -120,7 +120,7 @@ def _put_maps(programs: Programs, route: Route, maps: Maps) -> tuple[jax.Array, 
     return jax.device_put((maps.read, maps.write), (dealt, dealt))
 
 
-def _free(arrays: Any) -> None:
+def free(arrays: Any) -> None:
     """Free donated arrays whose buffers could not be reused: JAX keeps those alive."""
     for array in jax.tree.leaves(arrays):
         if not array.is_deleted():

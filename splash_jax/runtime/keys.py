@@ -36,6 +36,42 @@ class SwitchKey:
         return f"transfer {self.route.src}->{self.route.dst}{' (more)' if self.more else ''}{beside}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginKey:
+    """The program that makes the destination of a layer that moves in parts: its pool as far as it stays in place."""
+
+    route: Route
+
+    def __str__(self) -> str:
+        return f"begin {self.route.src}->{self.route.dst}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartKey:
+    """A program that moves one of `parts` parts of a layer, with another layer's step beside it when there is one."""
+
+    route: Route  # its `sends` and `locals` are those of a part
+    parts: int
+    beside: StepKey | None = None
+
+    def __str__(self) -> str:
+        beside = f" beside {self.beside}" if self.beside else ""
+        return f"part of {self.route.src}->{self.route.dst}{beside}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverKey:
+    """The program that takes rows between layers from the order of one layout's bucket to that of another."""
+
+    src: Layout
+    dst: Layout
+    src_bucket: Bucket
+    dst_bucket: Bucket
+
+    def __str__(self) -> str:
+        return f"rows {self.src} {self.src_bucket} -> {self.dst} {self.dst_bucket}"
+
+
 @dataclass(frozen=True, slots=True)
 class ResetKey:
     """The program that sets the token counts of a slot."""
@@ -44,4 +80,4 @@ class ResetKey:
         return "reset slot"
 
 
-Key = StepKey | SwitchKey | ResetKey
+Key = StepKey | SwitchKey | BeginKey | PartKey | HandoverKey | ResetKey

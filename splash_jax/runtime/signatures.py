@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,16 +12,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from splash_jax.kv.store import pool_struct
-from splash_jax.layouts import local_spec, pool_spec, row_spec, weight_spec
+from splash_jax.layouts import Exchange, local_spec, pool_spec, row_spec, weight_spec
 from splash_jax.models.deepseek_v3_weights import layer_kind, model_leaves
 from splash_jax.models.params import Leaf
 from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.batch import FLOAT_FIELDS, INT_FIELDS, local_size
-from splash_jax.runtime.keys import Key, ResetKey, StepKey, SwitchKey
+from splash_jax.runtime.keys import BeginKey, HandoverKey, Key, PartKey, ResetKey, StepKey, SwitchKey
 from splash_jax.runtime.sampler import SamplerState
 from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
-from splash_jax.runtime.step import Step
-from splash_jax.runtime.transfer import Route, map_widths, move_pool, move_weights, scatter_round
+from splash_jax.runtime.step import Step, reorder_rows
+from splash_jax.runtime.transfer import Route, fresh_shape, map_widths, move_part, move_pool, move_weights, resized, scatter_round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,13 @@ class Signatures:
             return self._reset()
         if isinstance(key, SwitchKey):
             return self._switch(key)
+        if isinstance(key, BeginKey):
+            return self._begin(key.route)
+        if isinstance(key, PartKey):
+            part = self._part(key)
+            return part if key.beside is None else _beside(self._layer(key.beside), part)
+        if isinstance(key, HandoverKey):
+            return self._handover(key)
         parts = {"embed": self._embed, "head": self._head, "score": self._score}
         return parts.get(key.part, self._layer)(key)
 
@@ -123,19 +131,7 @@ class Signatures:
             return moving
         route = key.route
         layer = self._layer(StepKey(part=key.kind, layout=route.dst, bucket=key.bucket, pages=route.dst_pages))
-        split = len(layer.args)
-
-        def beside(*args: Any) -> Any:
-            arrived = moving.function(*args[split:])
-            return (*layer.function(*args[:split]), *arrived)
-
-        return Signature(
-            function=beside,
-            args=(*layer.args, *moving.args),
-            specs=(*layer.specs, *moving.specs),
-            out_specs=(*layer.out_specs, *moving.out_specs),
-            donates=(*layer.donates, *(split + i for i in moving.donates)),
-        )
+        return _beside(layer, moving)
 
     def _transfer(self, route: Route) -> Signature:
         leaves = self.leaves["layers"][0]["moved"]
@@ -152,6 +148,58 @@ class Signatures:
             specs=(_leaf_specs(route.src, leaves), pool_spec(route.src), maps, maps),
             out_specs=(_leaf_specs(route.dst, leaves), pool_spec(route.dst)),
             donates=(0, 1),
+        )
+
+    def _begin(self, route: Route) -> Signature:
+        leaves = self._moving_leaves(route)
+
+        def begin(moved: Any, pool: jax.Array) -> Any:
+            shapes = {name: fresh_shape(route, w, leaves[name].dims.index("heads")) for name, w in moved.items()}
+            return {name: jnp.zeros(shape, moved[name].dtype) for name, shape in shapes.items()}, resized(route, pool)
+
+        return Signature(
+            function=begin,
+            args=(leaves, self._pool(route.src, route.src_pages)),
+            specs=(_leaf_specs(route.src, leaves), pool_spec(route.src)),
+            out_specs=(_leaf_specs(route.dst, leaves), pool_spec(route.dst)),
+        )
+
+    def _part(self, key: PartKey) -> Signature:
+        route = key.route
+        leaves = self._moving_leaves(route)
+        head_dims = {name: leaf.dims.index("heads") for name, leaf in leaves.items()}
+
+        def part(new: Any, new_pool: jax.Array, old: Any, old_pool: jax.Array, *maps: jax.Array) -> Any:
+            with jax.named_scope("switch.move"):
+                return move_part(route, key.parts, head_dims, old, old_pool, new, new_pool, *maps)
+
+        old_specs, new_specs = _leaf_specs(route.src, leaves), _leaf_specs(route.dst, leaves)
+        dealt = local_spec(route.src)
+        return Signature(
+            function=part,
+            args=(
+                leaves,
+                self._pool(route.dst, route.dst_pages),
+                leaves,
+                self._pool(route.src, route.src_pages),
+                *self._maps(route),
+                _ints(),
+            ),
+            specs=(new_specs, pool_spec(route.dst), old_specs, pool_spec(route.src), dealt, dealt, P()),
+            out_specs=(new_specs, pool_spec(route.dst)),
+            donates=(0, 1),
+        )
+
+    def _moving_leaves(self, route: Route) -> dict[str, Leaf]:
+        return {} if route.weights.primitive == "keep" else self.leaves["layers"][0]["moved"]
+
+    def _handover(self, key: HandoverKey) -> Signature:
+        src, dst = key.src, key.dst
+        return Signature(
+            function=partial(reorder_rows, Exchange(src), Exchange(dst)),
+            args=(self._hidden(src, key.src_bucket), _ints(*groups(dst), key.dst_bucket.rows)),
+            specs=(row_spec(src), P()),
+            out_specs=row_spec(dst),
         )
 
     def _more(self, route: Route) -> Signature:
@@ -189,6 +237,23 @@ class Signatures:
 
     def _state(self) -> dict[str, jax.ShapeDtypeStruct] | Any:
         return jax.tree.map(lambda x: _ints(*x.shape), host_state(self.shapes))
+
+
+def _beside(layer: Signature, other: Signature) -> Signature:
+    """Both in one program, neither depending on the other: the layer's arguments and results come first."""
+    split = len(layer.args)
+
+    def both(*args: Any) -> Any:
+        arrived = other.function(*args[split:])
+        return (*layer.function(*args[:split]), *arrived)
+
+    return Signature(
+        function=both,
+        args=(*layer.args, *other.args),
+        specs=(*layer.specs, *other.specs),
+        out_specs=(*layer.out_specs, *other.out_specs),
+        donates=(*layer.donates, *(split + i for i in other.donates)),
+    )
 
 
 def host_state(shapes: Shapes) -> SamplerState:

@@ -99,6 +99,17 @@ class Step:
         return model.logits(self.shapes.model, w["final_norm"], w["lm_head"], every, self.exchange.rank())
 
 
+def reorder_rows(src: Exchange, dst: Exchange, x: jax.Array, order: jax.Array) -> jax.Array:
+    """Rows x as `src` carries them to those that `dst` carries: row i of `dst` is row `order[i]` of `src`.
+
+    `order` i32[groups..., R] counts rows over all groups; -1 stands for padding, which becomes zero.
+    """
+    every = src.gather_rows(x)
+    flat = every.reshape(-1, every.shape[-1])
+    mine = dst.carried_rows(order)
+    return jnp.where(mine[..., None] >= 0, flat.at[jnp.maximum(mine, 0)].get(mode="clip"), 0)
+
+
 def _store(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Write rows [R, width] at flat slots i32[R] of a pool [P, page_size, width], in place; out of bounds: dropped."""
     if len(slots) == 1:  # XLA:CPU copies the whole pool, several times, around a scatter of a single row

@@ -158,13 +158,18 @@ def _own_slice(w: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
 
 def move_pool(route: Route, pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
     """One layer's pages [1, src_pages, page_size, width] to [1, dst_pages, page_size, width], one round of moves."""
-    page_size, width = pool.shape[2:]
-    per_page = page_size // route.grain
-    old = pool.reshape(-1, route.grain, width)
-    size = route.dst_pages * per_page
-    new = old[:size] if size <= len(old) else jnp.pad(old, ((0, size - len(old)), (0, 0), (0, 0)))
-    new = scatter_round(route, old, new, read, write)
-    return new.reshape(1, route.dst_pages, page_size, width)
+    old, new = _grains(route, pool), _grains(route, resized(route, pool))
+    return scatter_round(route, old, new, read, write).reshape(1, route.dst_pages, *pool.shape[2:])
+
+
+def resized(route: Route, pool: jax.Array) -> jax.Array:
+    """A layer's pages with as many as the destination has: cut off, or zero where there were none."""
+    more = route.dst_pages - route.src_pages
+    return jnp.pad(pool, ((0, 0), (0, more), (0, 0), (0, 0))) if more > 0 else pool[:, : route.dst_pages]
+
+
+def _grains(route: Route, pool: jax.Array) -> jax.Array:
+    return pool.reshape(-1, route.grain, pool.shape[-1])
 
 
 def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
@@ -183,6 +188,58 @@ def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array,
             arrived = jax.lax.all_to_all(buffer, names, split_axis=0, concat_axis=0, tiled=True)
         new = new.at[write[0, route.locals :]].set(arrived, mode="drop")
     return new
+
+
+def fresh_shape(route: Route, w: jax.Array, head_dim: int) -> tuple[int, ...]:
+    """The shape that a rank's part of a projection has in the destination."""
+    heads = w.shape[head_dim] * route.src.head_shards // route.dst.head_shards
+    return (*w.shape[:head_dim], heads, *w.shape[head_dim + 1 :])
+
+
+def move_part(
+    route: Route,
+    parts: int,
+    head_dims: dict[str, int],
+    old: dict[str, jax.Array],
+    old_pool: jax.Array,
+    new: dict[str, jax.Array],
+    new_pool: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+    part: jax.Array,
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """One of `parts` parts of a layer's move, written into what the parts before it left.
+
+    Projections are cut along a dimension that is not the heads'; `part` i32[] says which cut.
+    """
+    arrived = dict(new)
+    for name, w in old.items():
+        cut = 1 if head_dims[name] == 0 else 0
+        width = -(-w.shape[cut] // parts)
+        start = jnp.minimum(part * width, w.shape[cut] - width)
+        piece = jax.lax.dynamic_slice_in_dim(w, start, width, cut)
+        moved = move_weights(route, {name: piece}, head_dims)[name]
+        arrived[name] = jax.lax.dynamic_update_slice_in_dim(new[name], moved, start, cut)
+    pool = scatter_round(route, _grains(route, old_pool), _grains(route, new_pool), read, write)
+    return arrived, pool.reshape(new_pool.shape)
+
+
+def cut_route(route: Route, parts: int) -> tuple[Route, Route]:
+    """A route with room for as much in `parts` equal parts, and the route of one part."""
+    sends, relocated = -(-route.sends // parts), -(-route.locals // parts)
+    whole = replace(route, sends=sends * parts, locals=relocated * parts)
+    return whole, replace(route, sends=sends, locals=relocated)
+
+
+def cut_maps(whole: Route, parts: int, maps: Maps) -> list[Maps]:
+    """One round of a whole route's moves, in parts."""
+    T, read, write = whole.src.size, maps.read, maps.write
+    local = lambda x: np.split(x[:, : whole.locals], parts, 1)  # noqa: E731
+    sent = lambda x: [p.reshape(T, -1) for p in np.split(x[:, whole.locals :].reshape(T, -1, max(1, whole.sends)), parts, 2)]  # noqa: E731
+    if not whole.sends:
+        return [Maps(r, w) for r, w in zip(local(read), local(write), strict=True)]
+    join = lambda x: [np.concatenate(pair, 1) for pair in zip(local(x), sent(x), strict=True)]  # noqa: E731
+    return [Maps(r, w) for r, w in zip(join(read), join(write), strict=True)]
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:

@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from splash_jax.kv import PagePool
+from splash_jax.kv import PagePool, TwinPool
 from splash_jax.ownership import Bucket, Layout
 from splash_jax.scheduler.request import Request, Status
+
+
+Pool = PagePool | TwinPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +31,12 @@ class Schedule:
     """What the next step does."""
 
     chunks: tuple[Chunk, ...]
-    bucket: Bucket
+    buckets: tuple[Bucket, ...]  # one for each layout that layers run in
     preempted: tuple[Request, ...] = ()
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.buckets[-1]
 
 
 class Scheduler:
@@ -52,7 +59,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def under_pressure(self, pool: PagePool) -> bool:
+    def under_pressure(self, pool: Pool) -> bool:
         """Whether the requests that draw next need more pages than are free, so that someone must give way."""
         free = pool.free_pages()
         for request in self.running:
@@ -61,12 +68,12 @@ class Scheduler:
                     free[rank] -= max(0, need)
         return min(free) < 0
 
-    def schedule(self, pool: PagePool, largest: bool = False) -> Schedule:
+    def schedule(self, pool: Pool, largest: bool = False) -> Schedule:
         """Choose the next step's rows and take their pages in `pool`.
 
         May preempt: every result must have been read when `under_pressure`. With `largest` the bucket is the last.
         """
-        step = _Step(pool, self._buckets(pool.layout))
+        step = _Step(pool, [_Side(layout, self._buckets(layout)) for layout in pool.layouts])
         preempted: list[Request] = []
         for request in [r for r in self.running if not r.prefilling and not r.drawn_all]:
             if request.status is not Status.RUNNING or not step.has_row(request):
@@ -79,9 +86,9 @@ class Scheduler:
             self._prefill(step, request)
         if not preempted:
             self._admit(step)
-        return Schedule(chunks=tuple(step.chunks), bucket=step.bucket(largest), preempted=tuple(preempted))
+        return Schedule(chunks=tuple(step.chunks), buckets=step.buckets(largest), preempted=tuple(preempted))
 
-    def finish(self, pool: PagePool, request: Request) -> None:
+    def finish(self, pool: Pool, request: Request) -> None:
         """Take a request out, wherever it is, and give its pages and slot back."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
@@ -111,7 +118,7 @@ class Scheduler:
             self.running.append(request)
             self._prefill(step, request)
 
-    def _fits(self, pool: PagePool, request: Request) -> bool:
+    def _fits(self, pool: Pool, request: Request) -> bool:
         """Whether all that is known of a request fits, with a page to spare for everyone who runs."""
         free = pool.free_pages()
         spare = [0] * len(free)
@@ -134,7 +141,7 @@ class Scheduler:
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
         return homes
 
-    def _choose_home(self, pool: PagePool) -> int:
+    def _choose_home(self, pool: Pool) -> int:
         load = [(0, 0)] * pool.layout.size
         for request in self.running:
             home = pool.home(request.name)
@@ -148,7 +155,7 @@ class Scheduler:
         cap = -(-self._num_slots // len(load))
         return min(range(len(load)), key=lambda rank: (load[rank][0] >= cap, load[rank][1], load[rank][0], rank))
 
-    def _preempt_youngest(self, pool: PagePool, needy: Request) -> Request:
+    def _preempt_youngest(self, pool: Pool, needy: Request) -> Request:
         """Put the youngest request that shares a rank with `needy` back at the head of the queue."""
         ranks = set(pool.holders(needy.name))
         victim = next(r for r in reversed(self.running) if ranks & set(pool.holders(r.name)))
@@ -158,45 +165,63 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
-    def _evict(self, pool: PagePool, request: Request) -> None:
+    def _evict(self, pool: Pool, request: Request) -> None:
         self.running.remove(request)
         pool.release(request.name)
         self._slots.append(request.slot)
         request.slot = -1
 
 
-class _Step:
-    """The rows of one step as they are chosen."""
+class _Side:
+    """The rows of one step as one layout counts them: per owner group."""
 
-    def __init__(self, pool: PagePool, buckets: Sequence[Bucket]) -> None:
-        self.pool, self._buckets = pool, buckets
-        self._most = buckets[-1]
-        groups = pool.layout.owner_groups
-        self._decode, self._tiles = [0] * groups, [0] * groups
-        self.chunks: list[Chunk] = []
+    def __init__(self, layout: Layout, buckets: Sequence[Bucket]) -> None:
+        self.layout, self.buckets, self._most = layout, buckets, buckets[-1]
+        self._decode, self._tiles = [0] * layout.owner_groups, [0] * layout.owner_groups
 
-    def _group(self, request: Request) -> int:
-        return self.pool.layout.group_of(self.pool.home(request.name))
-
-    def has_row(self, request: Request) -> bool:
-        group = self._group(request)
+    def has_row(self, home: int) -> bool:
+        group = self.layout.group_of(home)
         return self._decode[group] < self._most.decode or self._tiles[group] < self._most.tiles
 
-    def prompt_rows(self, request: Request) -> int:
-        """Prompt rows there is still room for."""
-        return (self._most.tiles - self._tiles[self._group(request)]) * self._most.tile
+    def prompt_rows(self, home: int) -> int:
+        return (self._most.tiles - self._tiles[self.layout.group_of(home)]) * self._most.tile
 
-    def take(self, request: Request, rows: int, *, draws: bool) -> None:
-        group = self._group(request)
+    def take(self, home: int, rows: int) -> None:
+        group = self.layout.group_of(home)
         if rows == 1 and self._decode[group] < self._most.decode:
             self._decode[group] += 1
         else:
             self._tiles[group] += -(-rows // self._most.tile)
+
+    def fits(self, bucket: Bucket) -> bool:
+        return bucket.decode >= max(self._decode) and bucket.tiles >= max(self._tiles)
+
+
+class _Step:
+    """The rows of one step as they are chosen; every layout that layers run in must have room for them."""
+
+    def __init__(self, pool: Pool, sides: Sequence[_Side]) -> None:
+        self.pool, self._sides = pool, sides
+        self.chunks: list[Chunk] = []
+
+    def _each(self, request: Request) -> list[tuple[_Side, int]]:
+        return list(zip(self._sides, self.pool.homes(request.name), strict=True))
+
+    def has_row(self, request: Request) -> bool:
+        return all(side.has_row(home) for side, home in self._each(request))
+
+    def prompt_rows(self, request: Request) -> int:
+        """Prompt rows there is still room for."""
+        return min(side.prompt_rows(home) for side, home in self._each(request))
+
+    def take(self, request: Request, rows: int, *, draws: bool) -> None:
+        for side, home in self._each(request):
+            side.take(home, rows)
         self.pool.grow(request.name, request.computed + rows)
         self.chunks.append(Chunk(request=request, start=request.computed, rows=rows, draws=draws))
 
-    def bucket(self, largest: bool) -> Bucket:
-        if largest:
-            return self._most
-        fits = (b for b in self._buckets if b.decode >= max(self._decode) and b.tiles >= max(self._tiles))
-        return next(fits, self._most)
+    def buckets(self, largest: bool) -> tuple[Bucket, ...]:
+        """The smallest bucket that holds the rows; of two layouts, the bucket at the same place from the end."""
+        choices = list(zip(*(side.buckets[-2:] if len(self._sides) > 1 else side.buckets for side in self._sides), strict=True))
+        fits = (c for c in choices if all(side.fits(b) for side, b in zip(self._sides, c, strict=True)))
+        return choices[-1] if largest else next(fits, choices[-1])

@@ -29,6 +29,7 @@ from splash_jax.runtime import (
     Shapes,
     StepKey,
     SwitchKey,
+    SwitchMode,
     fresh_state,
     make_route,
 )
@@ -80,7 +81,8 @@ class Blueprint:
             if route.moves_nothing:
                 continue
             yield SwitchKey(route=route)
-            for kind in dict.fromkeys(kinds[:-1]):
+            beside = kinds[:-1] if SwitchMode.SPLASH in self.config.switch_modes else ()
+            for kind in dict.fromkeys(beside):
                 yield SwitchKey(route=route, kind=kind, bucket=self.buckets[dst][-1])
             if route.gathers and route.sends < route.dst_pages * (self.shapes.kv.page_size // route.grain):
                 yield SwitchKey(route=route, more=True)

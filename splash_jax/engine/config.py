@@ -6,6 +6,7 @@ from pathlib import Path
 
 from splash_jax.errors import ConfigError, LayoutError
 from splash_jax.layouts import ROLES
+from splash_jax.runtime import SwitchMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class EngineConfig:
     layout: str = "tp"
     layouts: tuple[str, ...] = tuple(ROLES)  # what it may switch to; programs are compiled for these
     directions: tuple[tuple[str, str], ...] | None = None  # switches it may make; None: between any two layouts
+    switch_modes: tuple[str, ...] = ("splash", "blocking")  # ways to switch; programs are compiled for these
     dtype: str = "auto"  # "float32", "bfloat16", or as the checkpoint says
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
@@ -50,6 +52,8 @@ class EngineConfig:
         for pair in self.directions or ():
             if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(self.layouts):
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
+        if not self.switch_modes or not set(self.switch_modes) <= set(SwitchMode):
+            raise ConfigError(f"switch_modes must be some of {', '.join(SwitchMode)}, got {self.switch_modes!r}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
         if any(size > self.max_num_seqs or size < 1 for size in self.decode_buckets):

@@ -18,11 +18,11 @@ from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.records import StepRecord
 from splash_jax.engine.stopping import Ending
-from splash_jax.errors import EngineFailed, LayoutError, RequestError
+from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
 from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_switch
-from splash_jax.runtime import Draw, ResetKey, Results, Work, build_batch, run_step
+from splash_jax.runtime import Draw, ResetKey, Results, Switch, SwitchMode, Work, build_batch, prepare_switch, run_step
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
@@ -59,7 +59,7 @@ class Engine:
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
         self._aborts: deque[str] = deque()
-        self._switches: deque[tuple[Layout, Future[SwitchPlan]]] = deque()
+        self._switches: deque[tuple[Layout, SwitchMode, Future[SwitchPlan]]] = deque()  # the first may be under way
         self._pending: _Pending | None = None
         self._lock = threading.RLock()
         self._read_at = 0.0
@@ -90,6 +90,7 @@ class Engine:
             raise RequestError(f"min_tokens bans at most {MAX_STOP_IDS} stop ids, this request has {len(stop_ids)}.")
         limit = self.max_model_len
         with self._lock:
+            self.raise_if_failed()
             if name in self._requests:
                 raise RequestError(f"request id {name!r} is already in use; choose another.")
             if seed is None:
@@ -139,10 +140,17 @@ class Engine:
         """End a request at the next step boundary; its pages are free then. Unknown or finished names do nothing."""
         self._aborts.append(name)
 
-    def request_switch(self, dst: str) -> "Future[SwitchPlan]":
-        """Switch at the next step boundary. The future holds the plan carried out, or the `SwitchRefused`."""
+    def request_switch(self, dst: str, mode: str = "splash") -> "Future[SwitchPlan]":
+        """Switch at the next step boundary. The future holds the plan carried out, or why nothing has changed:
+        `SwitchRefused`, or `LayoutError` for a direction that the engine was not built for.
+        """
+        if mode not in self.config.switch_modes:
+            raise LayoutError(f"switch mode {mode!r} is not among the allowed {', '.join(self.config.switch_modes)}.")
         layout, future = self.allowed_layout(dst), Future()
-        self._switches.append((layout, future))
+        self.raise_if_failed()
+        self._switches.append((layout, SwitchMode(mode), future))
+        if self._failed is not None:  # just now, and perhaps without having seen this one
+            self._fail_switches()
         return future
 
     def allowed_layout(self, name: str) -> Layout:
@@ -169,32 +177,57 @@ class Engine:
     def step(self) -> None:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
-        Raises `EngineFailed` once a step has raised in its middle: what it left cannot be trusted.
+        Raises `EngineFailed` when the step raises in its middle, and ever after: what it left cannot be trusted. Every
+        request has ended with an error then, and its pages are free.
         """
         with self._lock:
-            if self._failed is not None:
-                raise EngineFailed("an earlier step failed; build a new engine.") from self._failed
+            self.raise_if_failed()
             try:
                 self._step()
             except BaseException as error:
-                self._failed = error
-                for _, future in self._switches:
-                    future.cancel()
+                self._fail(error)
+                if isinstance(error, Exception):
+                    self.raise_if_failed()
                 raise
+
+    def raise_if_failed(self) -> None:
+        """Raise `EngineFailed` if a step has failed."""
+        if self._failed is not None:
+            raise EngineFailed(f"a step failed ({self._failed!r}); build a new engine.") from self._failed
+
+    def _fail(self, error: BaseException) -> None:
+        """End all that waits for an answer with an error."""
+        log.error("a step of the engine failed: %r", error)
+        self._failed, self._pending = error, None
+        for request, _ in self._requests.values():
+            if request.status is not Status.FINISHED:
+                request.error = f"the engine failed: {error!r}"
+                self._finish(request, "error")
+        for name in self.pool.manifest().requests:  # of a request that was just being admitted
+            self.pool.release(name)
+        self._fail_switches()
+
+    def _fail_switches(self) -> None:
+        with self._lock:
+            while self._switches:
+                _, _, future = self._switches.popleft()
+                if future.running() or (not future.done() and future.set_running_or_notify_cancel()):
+                    future.set_exception(EngineFailed(f"a step failed before this switch was made: {self._failed!r}"))
 
     def _step(self) -> None:
         self._apply_aborts()
-        plan, future = self._take_switch()
+        switch = self._take_switch()
         if self._pending and self.scheduler.under_pressure(self.pool):
             self._read(self._pending)
             self._pending = None
-        schedule = self.scheduler.schedule(self.pool, largest=plan is not None)
+        largest = switch is not None and switch.mode is SwitchMode.SPLASH
+        schedule = self.scheduler.schedule(self.pool, largest=largest)
         self.preemptions += len(schedule.preempted)
         before, self._pending = self._pending, None
-        if schedule.chunks or plan is not None:
-            self._pending = self._dispatch(schedule, plan)
-        if future is not None and plan is not None:
-            future.set_result(plan)
+        if schedule.chunks or switch is not None:
+            self._pending = self._dispatch(schedule, switch)
+        if switch is not None:
+            self._switches.popleft()[2].set_result(switch.plan)
         if before is not None:
             self._read(before)
         if not self.scheduler.unfinished and self._pending is None:
@@ -221,29 +254,34 @@ class Engine:
             if known and known[0].status is not Status.FINISHED:
                 self._finish(known[0], "abort")
 
-    def _take_switch(self) -> "tuple[SwitchPlan, Future[SwitchPlan]] | tuple[None, None]":
-        """The next switch that can be made, with the future to resolve once it is; the page pool is as after it."""
+    def _take_switch(self) -> Switch | None:
+        """The next switch that can be made; the page pool is as after it, and its order the first of the queue."""
         while self._switches:
-            dst, future = self._switches.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                plan = self._permitted_plan(dst)
-            except Exception as refusal:
-                future.set_exception(refusal)
-                continue
-            if dst != self.layout:
-                self.pool = PagePool.adopt(plan.after)
-                return plan, future
-            future.set_result(plan)
-        return None, None
+            dst, mode, future = self._switches[0]
+            if future.set_running_or_notify_cancel():
+                try:
+                    if dst != self.layout:
+                        return self._begin_switch(dst, mode)
+                    future.set_result(self.plan(dst))
+                except SplashError as refusal:
+                    future.set_exception(refusal)
+                except Exception as error:
+                    refusal = SwitchRefused(f"switch {self.layout} -> {dst} could not be prepared: {error!r}")
+                    refusal.__cause__ = error
+                    future.set_exception(refusal)
+            self._switches.popleft()
+        return None
 
-    def _permitted_plan(self, dst: Layout) -> SwitchPlan:
-        if dst != self.layout and (self.layout, dst) not in self.blueprint.directions():
+    def _begin_switch(self, dst: Layout, mode: SwitchMode) -> Switch:
+        """A switch with its maps on the devices. Until the last line nothing has changed, whatever raises."""
+        if (self.layout, dst) not in self.blueprint.directions():
             raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
-        return self.plan(dst)
+        plan = self.plan(dst)
+        switch = prepare_switch(self.programs, plan, self.blueprint.route(self.layout, dst), mode)
+        self.pool = PagePool.adopt(plan.after)
+        return switch
 
-    def _dispatch(self, schedule: Schedule, plan: SwitchPlan | None) -> _Pending:
+    def _dispatch(self, schedule: Schedule, switch: Switch | None) -> _Pending:
         started = time.perf_counter()
         for chunk in schedule.chunks:
             if chunk.start == 0 and chunk.request.params.penalised:
@@ -252,12 +290,11 @@ class Engine:
         score = any(chunk.request.score for chunk in schedule.chunks)
         bucket = self.blueprint.buckets[self.pool.layout][-1] if score else schedule.bucket
         batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
-        switch = None if plan is None else (plan, self.blueprint.route(plan.before.layout, plan.after.layout))
         results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
         for chunk in schedule.chunks:
             chunk.request.computed += chunk.rows
             chunk.request.in_flight += chunk.draws
-        record = self._record(schedule, bucket, plan)
+        record = self._record(schedule, bucket, switch)
         return _Pending(schedule=schedule, results=results, places=places, record=record, started=started)
 
     def _work(self, chunk: Chunk) -> Work:
@@ -330,7 +367,7 @@ class Engine:
         self.scheduler.finish(self.pool, request)
         request.finish_reason = reason
 
-    def _record(self, schedule: Schedule, bucket: Bucket, plan: SwitchPlan | None) -> StepRecord:
+    def _record(self, schedule: Schedule, bucket: Bucket, switch: Switch | None) -> StepRecord:
         layout, pool = self.pool.layout, self.pool
         holds = footprint(self.blueprint.state, layout, pages=pool.pages_per_rank, page_size=pool.kv.page_size)
         running = [0] * layout.size
@@ -353,7 +390,8 @@ class Engine:
             kv_bytes=holds.kv,
             transit_bytes=holds.transit,
             idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
-            switch=plan,
+            switch=None if switch is None else switch.plan,
+            switch_mode=None if switch is None else str(switch.mode),
         )
         self._count += 1
         return record

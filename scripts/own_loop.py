@@ -19,6 +19,7 @@ from splash_jax.models.tokenizer import Tokenizer
 from splash_jax.ownership import Bucket, KVShape, plan_switch
 from splash_jax.runtime import DeviceState, Draw, Programs, Shapes, Work, build_batch, fresh_state, plan_route, run_step
 from splash_jax.runtime.sizes import state_bytes
+from splash_jax.runtime.switch import prepare_switch
 
 jax.config.update("jax_num_cpu_devices", 4)
 model, tokenizer = small_model(), Tokenizer.open(small_model())
@@ -27,12 +28,8 @@ tp, dp = (make_layout(role, {"rank": 4}) for role in ("tp", "dp"))
 kv = KVShape(page_size=16, interleave=16, bytes_per_token=4 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim))
 shapes = Shapes(model=cfg, dtype="float32", kv=kv, max_model_len=256, slots=4, penalties=False)
 programs, bucket = Programs(mesh, shapes), Bucket(decode=4, tiles=4, tile=16)
-weights = load_tree(
-    Checkpoint.open(model),
-    model_leaves(cfg, 4),
-    lambda leaf: NamedSharding(mesh, weight_spec(tp, leaf.dims)),
-    "float32",
-)
+checkpoint, leaves = Checkpoint.open(model), model_leaves(cfg, 4)
+weights = load_tree(checkpoint, leaves, lambda leaf: NamedSharding(mesh, weight_spec(tp, leaf.dims)), "float32")
 struct = pool_struct(NamedSharding(mesh, pool_spec(tp)), kv, 64, shapes.width, "float32")
 state = DeviceState(weights, empty_pools(struct, cfg.num_layers), fresh_state(mesh, shapes), tp, 64)
 pool = PagePool(tp, kv, 64)  # which page of which rank holds what
@@ -44,7 +41,7 @@ for step in range(24):
     switch = None
     if step == 12:
         plan = plan_switch(pool.manifest(), dp, pages_per_rank=48, state=state_bytes(cfg, "float32", 4, kv))
-        pool, switch = PagePool.adopt(plan.after), (plan, plan_route(shapes, plan))
+        pool, switch = PagePool.adopt(plan.after), prepare_switch(programs, plan, plan_route(shapes, plan))
         print(f"weights {plan.weights.primitive}, history {plan.kv.primitive}: {sum(plan.bytes_per_rank())} bytes")
     works = []
     for slot, (name, ids) in enumerate(tokens.items()):

@@ -29,7 +29,7 @@ class RequestError(SplashError, ValueError):
 
 
 class SwitchRefused(SplashError, RuntimeError):
-    """A switch that does not fit; nothing has changed."""
+    """A switch that does not fit or could not be prepared; nothing has changed."""
 
 
 class ProgramMissing(SplashError, RuntimeError):
@@ -37,7 +37,7 @@ class ProgramMissing(SplashError, RuntimeError):
 
 
 class EngineFailed(SplashError, RuntimeError):
-    """An earlier step of this engine raised in the middle, so that its state is not to be trusted."""
+    """A step of this engine raised in its middle: what it left cannot be trusted, and every request has ended."""
 
 
 class PoolCorrupt(SplashError, RuntimeError):

@@ -69,7 +69,8 @@ class LLM:
 
         Raises `RequestError` for a prompt or setting that cannot be served, and `LayoutError` for an unknown layout:
         nothing is queued then. When a switch could not be made, its `SwitchRefused` (or `LayoutError`, where the engine
-        was not built for that direction) comes after all requests are done and carries them as `outputs`.
+        was not built for that direction) comes after all requests are done and carries them as `outputs`. Raises
+        `EngineFailed` when a step raised in its middle: all requests of the engine have ended then.
         """
         self._check_switches(switches)
         texts = _prompt_list(prompts)
@@ -129,12 +130,13 @@ class LLM:
             return engine.plan(target, pool.manifest())
         return engine.plan(target, None if source == engine.layout else engine.plan(source).after)
 
-    def switch(self, dst: str) -> SwitchPlan:
+    def switch(self, dst: str, *, mode: str = "splash") -> SwitchPlan:
         """Switch to `dst` at the next step boundary, from any thread; returns the plan carried out.
 
-        Requests that run keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
+        `mode` is "splash", inside the step, or "blocking", all state before it; outputs do not depend on it. Requests
+        that run keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
         """
-        future = self.engine.request_switch(dst)
+        future = self.engine.request_switch(dst, mode)
         self._drive(lambda: not future.done())
         self._settle()
         return future.result()
@@ -197,6 +199,8 @@ class LLM:
                     for record in self.engine.records[seen:]:
                         on_step(record)
                     seen = len(self.engine.records)
+            if any(request.error for request in requests):
+                self.engine.raise_if_failed()
         except BaseException:
             self._drop(requests)
             raise

@@ -25,10 +25,12 @@ def prepare_process(num_devices: int) -> None:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn the errors a user can meet into one line on stderr and exit code 1. The rest is bugs and keeps its trace."""
-    from splash_jax.errors import SplashError
+    from splash_jax.errors import EngineFailed, SplashError
 
     try:
         yield
+    except EngineFailed:
+        raise
     except (SplashError, OSError) as error:
         text = " ".join(str(error).split())
         print(f"error: {text or type(error).__name__}", file=sys.stderr)

@@ -29,8 +29,10 @@ from splash_jax.runtime import (
     Shapes,
     StepKey,
     SwitchKey,
+    SwitchMode,
     fresh_state,
     make_route,
+    spread_programs,
 )
 from splash_jax.runtime.keys import Key
 from splash_jax.runtime.sizes import state_bytes
@@ -80,10 +82,14 @@ class Blueprint:
             if route.moves_nothing:
                 continue
             yield SwitchKey(route=route)
-            for kind in dict.fromkeys(kinds[:-1]):
+            beside = kinds[:-1] if SwitchMode.SPLASH in self.config.switch_modes else ()
+            for kind in dict.fromkeys(beside):
                 yield SwitchKey(route=route, kind=kind, bucket=self.buckets[dst][-1])
             if route.gathers and route.sends < route.dst_pages * (self.shapes.kv.page_size // route.grain):
                 yield SwitchKey(route=route, more=True)
+            if SwitchMode.SPREAD in self.config.switch_modes:
+                pairs = list(zip(self.buckets[src][-2:], self.buckets[dst][-2:], strict=True))
+                yield from spread_programs(route, self.config.spread_parts, list(dict.fromkeys(kinds)), pairs)
 
 
 def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from splash_jax.errors import ConfigError, LayoutError
 from splash_jax.layouts import ROLES
+from splash_jax.runtime import SwitchMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,9 @@ class EngineConfig:
     layout: str = "tp"
     layouts: tuple[str, ...] = tuple(ROLES)  # what it may switch to; programs are compiled for these
     directions: tuple[tuple[str, str], ...] | None = None  # switches it may make; None: between any two layouts
+    switch_modes: tuple[str, ...] = ("splash", "blocking")  # ways to switch; programs are compiled for these
+    spread_layers: int = 1  # layers that a spread switch moves per step
+    spread_parts: int = 4  # parts that each of them moves in, each beside another layer
     dtype: str = "auto"  # "float32", "bfloat16", or as the checkpoint says
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
@@ -35,7 +39,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "max_num_seqs", "max_num_batched_tokens", "prefill_tile", "block_size"):
+        for name in ("num_devices", "max_num_seqs", "max_num_batched_tokens", "prefill_tile", "block_size", "spread_layers",
+                     "spread_parts"):
             self._positive(name, getattr(self, name))
         for name in ("max_model_len", "cp_interleave", "device_memory_bytes"):
             if getattr(self, name) is not None:
@@ -50,6 +55,8 @@ class EngineConfig:
         for pair in self.directions or ():
             if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(self.layouts):
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
+        if not self.switch_modes or not set(self.switch_modes) <= set(SwitchMode):
+            raise ConfigError(f"switch_modes must be some of {', '.join(SwitchMode)}, got {self.switch_modes!r}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
         if any(size > self.max_num_seqs or size < 1 for size in self.decode_buckets):

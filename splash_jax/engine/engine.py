@@ -18,11 +18,24 @@ from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.records import StepRecord
 from splash_jax.engine.stopping import Ending
-from splash_jax.errors import EngineFailed, LayoutError, RequestError
-from splash_jax.kv import PagePool
+from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
+from splash_jax.kv import PagePool, TwinPool
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
-from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_switch
-from splash_jax.runtime import Draw, ResetKey, Results, Work, build_batch, run_step
+from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_between, plan_switch
+from splash_jax.runtime import (
+    Draw,
+    ResetKey,
+    Results,
+    Side,
+    Spread,
+    Switch,
+    SwitchMode,
+    Work,
+    build_batch,
+    prepare_switch,
+    run_spread_step,
+    run_step,
+)
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
@@ -53,13 +66,14 @@ class Engine:
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
         self.config, self.model = config, self.blueprint.model
-        self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
+        self.pool: PagePool | TwinPool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
         self.records: list[StepRecord] = []
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
         self._aborts: deque[str] = deque()
-        self._switches: deque[tuple[Layout, Future[SwitchPlan]]] = deque()
+        self._switches: deque[tuple[Layout, SwitchMode, Future[SwitchPlan]]] = deque()  # the first may be under way
+        self._spread: tuple[Spread, SwitchPlan] | None = None  # under way, with the plan as it was at the start
         self._pending: _Pending | None = None
         self._lock = threading.RLock()
         self._read_at = 0.0
@@ -90,6 +104,7 @@ class Engine:
             raise RequestError(f"min_tokens bans at most {MAX_STOP_IDS} stop ids, this request has {len(stop_ids)}.")
         limit = self.max_model_len
         with self._lock:
+            self.raise_if_failed()
             if name in self._requests:
                 raise RequestError(f"request id {name!r} is already in use; choose another.")
             if seed is None:
@@ -139,10 +154,17 @@ class Engine:
         """End a request at the next step boundary; its pages are free then. Unknown or finished names do nothing."""
         self._aborts.append(name)
 
-    def request_switch(self, dst: str) -> "Future[SwitchPlan]":
-        """Switch at the next step boundary. The future holds the plan carried out, or the `SwitchRefused`."""
+    def request_switch(self, dst: str, mode: str = "splash") -> "Future[SwitchPlan]":
+        """Switch at the next step boundary. The future holds the plan carried out, or why nothing has changed:
+        `SwitchRefused`, or `LayoutError` for a direction that the engine was not built for.
+        """
+        if mode not in self.config.switch_modes:
+            raise LayoutError(f"switch mode {mode!r} is not among the allowed {', '.join(self.config.switch_modes)}.")
         layout, future = self.allowed_layout(dst), Future()
-        self._switches.append((layout, future))
+        self.raise_if_failed()
+        self._switches.append((layout, SwitchMode(mode), future))
+        if self._failed is not None:  # just now, and perhaps without having seen this one
+            self._fail_switches()
         return future
 
     def allowed_layout(self, name: str) -> Layout:
@@ -169,32 +191,59 @@ class Engine:
     def step(self) -> None:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
-        Raises `EngineFailed` once a step has raised in its middle: what it left cannot be trusted.
+        Raises `EngineFailed` when the step raises in its middle, and ever after: what it left cannot be trusted. Every
+        request has ended with an error then, and its pages are free.
         """
         with self._lock:
-            if self._failed is not None:
-                raise EngineFailed("an earlier step failed; build a new engine.") from self._failed
+            self.raise_if_failed()
             try:
                 self._step()
             except BaseException as error:
-                self._failed = error
-                for _, future in self._switches:
-                    future.cancel()
+                self._fail(error)
+                if isinstance(error, Exception):
+                    self.raise_if_failed()
                 raise
+
+    def raise_if_failed(self) -> None:
+        """Raise `EngineFailed` if a step has failed."""
+        if self._failed is not None:
+            raise EngineFailed(f"a step failed ({self._failed!r}); build a new engine.") from self._failed
+
+    def _fail(self, error: BaseException) -> None:
+        """End all that waits for an answer with an error."""
+        log.error("a step of the engine failed: %r", error)
+        self._failed, self._pending = error, None
+        for request, _ in self._requests.values():
+            if request.status is not Status.FINISHED:
+                request.error = f"the engine failed: {error!r}"
+                self._finish(request, "error")
+        for name in self.pool.manifest().requests:  # of a request that was just being admitted
+            self.pool.release(name)
+        self._fail_switches()
+
+    def _fail_switches(self) -> None:
+        with self._lock:
+            while self._switches:
+                _, _, future = self._switches.popleft()
+                if future.running() or (not future.done() and future.set_running_or_notify_cancel()):
+                    future.set_exception(EngineFailed(f"a step failed before this switch was made: {self._failed!r}"))
 
     def _step(self) -> None:
         self._apply_aborts()
-        plan, future = self._take_switch()
+        switch = self._take_switch() if self._spread is None else None
         if self._pending and self.scheduler.under_pressure(self.pool):
             self._read(self._pending)
             self._pending = None
-        schedule = self.scheduler.schedule(self.pool, largest=plan is not None)
+        largest = switch is not None and switch.mode is SwitchMode.SPLASH
+        schedule = self.scheduler.schedule(self.pool, largest=largest)
         self.preemptions += len(schedule.preempted)
         before, self._pending = self._pending, None
-        if schedule.chunks or plan is not None:
-            self._pending = self._dispatch(schedule, plan)
-        if future is not None and plan is not None:
-            future.set_result(plan)
+        if self._spread is not None:
+            self._pending = self._dispatch_spread(schedule, *self._spread)
+        elif schedule.chunks or switch is not None:
+            self._pending = self._dispatch(schedule, switch)
+        if switch is not None:
+            self._switches.popleft()[2].set_result(switch.plan)
         if before is not None:
             self._read(before)
         if not self.scheduler.unfinished and self._pending is None:
@@ -221,44 +270,89 @@ class Engine:
             if known and known[0].status is not Status.FINISHED:
                 self._finish(known[0], "abort")
 
-    def _take_switch(self) -> "tuple[SwitchPlan, Future[SwitchPlan]] | tuple[None, None]":
-        """The next switch that can be made, with the future to resolve once it is; the page pool is as after it."""
+    def _take_switch(self) -> Switch | None:
+        """The next switch that can be made; the page pool is as after it, and its order the first of the queue."""
         while self._switches:
-            dst, future = self._switches.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                plan = self._permitted_plan(dst)
-            except Exception as refusal:
-                future.set_exception(refusal)
-                continue
-            if dst != self.layout:
-                self.pool = PagePool.adopt(plan.after)
-                return plan, future
-            future.set_result(plan)
-        return None, None
+            dst, mode, future = self._switches[0]
+            if future.set_running_or_notify_cancel():
+                try:
+                    if dst != self.layout:
+                        return self._begin_switch(dst, mode)
+                    future.set_result(self.plan(dst))
+                except SplashError as refusal:
+                    future.set_exception(refusal)
+                except Exception as error:
+                    refusal = SwitchRefused(f"switch {self.layout} -> {dst} could not be prepared: {error!r}")
+                    refusal.__cause__ = error
+                    future.set_exception(refusal)
+            self._switches.popleft()
+        return None
 
-    def _permitted_plan(self, dst: Layout) -> SwitchPlan:
-        if dst != self.layout and (self.layout, dst) not in self.blueprint.directions():
+    def _begin_switch(self, dst: Layout, mode: SwitchMode) -> Switch | None:
+        """A switch with its maps on the devices, or None once a spread one is under way.
+
+        Until the last line nothing has changed, whatever raises.
+        """
+        if (self.layout, dst) not in self.blueprint.directions():
             raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
-        return self.plan(dst)
+        plan, route = self.plan(dst), self.blueprint.route(self.layout, dst)
+        if mode is SwitchMode.SPREAD and not route.moves_nothing:
+            twin = TwinPool(self.pool, PagePool.adopt(plan.after))
+            self.pool, self._spread = twin, (Spread(route, self.config.spread_layers, self.config.spread_parts), plan)
+            return None
+        switch = prepare_switch(self.programs, plan, route, mode)
+        self.pool = PagePool.adopt(plan.after)
+        return switch
 
-    def _dispatch(self, schedule: Schedule, plan: SwitchPlan | None) -> _Pending:
+    def _dispatch(self, schedule: Schedule, switch: Switch | None) -> _Pending:
         started = time.perf_counter()
+        works, score = self._begin_chunks(schedule)
+        bucket = self.blueprint.buckets[self.pool.layout][-1] if score else schedule.bucket
+        batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
+        results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
+        self._end_chunks(schedule)
+        record = self._record(schedule, bucket, self.pool)
+        if switch is not None:
+            record = replace(record, switch=switch.plan, switch_mode=str(switch.mode))
+        return _Pending(schedule=schedule, results=results, places=places, record=record, started=started)
+
+    def _dispatch_spread(self, schedule: Schedule, spread: Spread, plan: SwitchPlan) -> _Pending:
+        """A step of a spread switch; after the last one the pool is the destination's alone."""
+        started, twin, ahead = time.perf_counter(), self.pool, spread.boundary
+        works, score = self._begin_chunks(schedule)
+        sides = []
+        for pool, bucket in zip((twin.src, twin.dst), schedule.buckets, strict=True):
+            bucket = self.blueprint.buckets[pool.layout][-1] if score else bucket
+            batch, places = build_batch(self.blueprint.shapes, pool.layout, bucket, pool, works)
+            sides.append(Side(pool.layout, pool.pages_per_rank, bucket, batch, places))
+        last = spread.complete(self.model.num_layers)
+        moves = None if last else plan_between(twin.src.manifest(), twin.dst.manifest(), self.blueprint.state)
+        results = run_spread_step(self.programs, self.state, spread, *sides, moves, score=score)
+        self._end_chunks(schedule)
+        side = sides[last]
+        if last:
+            self.pool, self._spread = twin.dst, None
+            self._switches.popleft()[2].set_result(plan)
+        record = replace(
+            self._record(schedule, side.bucket, twin.dst if last else twin.src),
+            layers_ahead=ahead,
+            switch=plan if last else None,
+            switch_mode=str(SwitchMode.SPREAD),
+        )
+        return _Pending(schedule=schedule, results=results, places=side.places, record=record, started=started)
+
+    def _begin_chunks(self, schedule: Schedule) -> tuple[list[Work], bool]:
+        """What the step does for each request, and whether any is scored."""
         for chunk in schedule.chunks:
             if chunk.start == 0 and chunk.request.params.penalised:
                 self._reset_counts(chunk.request)
         works = [self._work(chunk) for chunk in schedule.chunks]
-        score = any(chunk.request.score for chunk in schedule.chunks)
-        bucket = self.blueprint.buckets[self.pool.layout][-1] if score else schedule.bucket
-        batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
-        switch = None if plan is None else (plan, self.blueprint.route(plan.before.layout, plan.after.layout))
-        results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
+        return works, any(chunk.request.score for chunk in schedule.chunks)
+
+    def _end_chunks(self, schedule: Schedule) -> None:
         for chunk in schedule.chunks:
             chunk.request.computed += chunk.rows
             chunk.request.in_flight += chunk.draws
-        record = self._record(schedule, bucket, plan)
-        return _Pending(schedule=schedule, results=results, places=places, record=record, started=started)
 
     def _work(self, chunk: Chunk) -> Work:
         request, params = chunk.request, chunk.request.params
@@ -330,8 +424,8 @@ class Engine:
         self.scheduler.finish(self.pool, request)
         request.finish_reason = reason
 
-    def _record(self, schedule: Schedule, bucket: Bucket, plan: SwitchPlan | None) -> StepRecord:
-        layout, pool = self.pool.layout, self.pool
+    def _record(self, schedule: Schedule, bucket: Bucket, pool: PagePool) -> StepRecord:
+        layout = pool.layout
         holds = footprint(self.blueprint.state, layout, pages=pool.pages_per_rank, page_size=pool.kv.page_size)
         running = [0] * layout.size
         for request in self.scheduler.running:
@@ -353,7 +447,6 @@ class Engine:
             kv_bytes=holds.kv,
             transit_bytes=holds.transit,
             idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
-            switch=plan,
         )
         self._count += 1
         return record

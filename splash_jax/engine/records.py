@@ -24,3 +24,5 @@ class StepRecord:
     transit_bytes: int  # kept free on every rank for one layer on the move
     idle_ranks: int  # ranks that own no row of this step, where requests have owners
     switch: SwitchPlan | None = None
+    switch_mode: str | None = None  # how it was carried out
+    layers_ahead: int = 0  # of a spread switch under way: layers that ran in its destination

@@ -1,4 +1,9 @@
-"""Run a step, or a step with a switch inside it, layer by layer. The host only dispatches; nothing here waits."""
+"""Run a step, or a step with a switch inside it, layer by layer. The host only dispatches.
+
+A switch has two references, made of the same pieces. *Blocking* is `move_all`, waited for, and then the ordinary step
+in the destination; it is a mode of the switch. *Target-ready* is `move_all` at some earlier time and then `run_step`
+without a switch: what the step costs once the state is there.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from splash_jax.layouts import local_spec
 from splash_jax.models.deepseek_v3_weights import layer_kind
-from splash_jax.ownership import Bucket, Layout, SwitchPlan
+from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.batch import Batch
+from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.programs import Programs, StepKey, SwitchKey
 from splash_jax.runtime.sampler import Drawn, SamplerState
-from splash_jax.runtime.transfer import Maps, Route, make_maps
+from splash_jax.runtime.switch import Switch, SwitchMode
 
 
 @dataclass(slots=True)
@@ -40,7 +46,7 @@ class StepInputs(NamedTuple):
 def put_batch(mesh: Mesh, layout: Layout, batch: Batch) -> StepInputs:
     """Send a batch to the devices, one transfer for all of it."""
     every, dealt = NamedSharding(mesh, P()), NamedSharding(mesh, local_spec(layout))
-    return StepInputs(*jax.device_put(tuple(batch), (every, dealt, every, dealt, dealt)))
+    return StepInputs(*to_devices(batch, (every, dealt, every, dealt, dealt)))
 
 
 class Results(NamedTuple):
@@ -52,72 +58,79 @@ class Results(NamedTuple):
 
 def run_step(
     programs: Programs, state: DeviceState, bucket: Bucket, batch: Batch, *, score: bool = False,
-    switch: tuple[SwitchPlan, Route] | None = None,
+    switch: Switch | None = None,
 ) -> Results:  # fmt: skip
     """Dispatch one step in `state.layout`, or, with `switch`, in its destination: `state` is updated in place.
 
     The switch moves layer i's state in the program that computes layer i - 1; the first layer's state moves before it.
-    Each layer's old arrays are gone when its transfer is done.
+    Each layer's old arrays are gone when its transfer is done. A blocking switch moves everything first.
     """
-    if switch is not None:
-        state.layout, state.pages = switch[1].dst, switch[1].dst_pages
-    if switch is not None and switch[1].moves_nothing:
+    if switch is not None and switch.mode is SwitchMode.BLOCKING:
+        move_all(programs, state, switch)
         switch = None
+    if switch is not None:
+        state.layout, state.pages = switch.route.dst, switch.route.dst_pages
+        switch = None if switch.route.moves_nothing else switch
     layout, pages = state.layout, state.pages
     inputs = put_batch(programs.mesh, layout, batch)
     step = lambda part: programs.get(StepKey(part=part, layout=layout, bucket=bucket, pages=pages))  # noqa: E731
     x = step("embed")(state.weights["embed"], state.sampler.last, inputs.rows)
-    if switch is None:
-        for i in range(len(state.pools)):
-            x, state.pools[i] = step(kind_of(programs, i))(
+    if switch is not None:
+        _move(programs, state, 0, switch)
+    for i in range(len(state.pools)):
+        if switch is not None and i + 1 < len(state.pools):
+            x = _compute_and_move_next(programs, state, bucket, inputs, x, i, switch)
+        else:
+            x, state.pools[i] = step(_kind(programs, i))(
                 state.weights["layers"][i], x, state.pools[i], inputs.rows, inputs.local
             )
-    else:
-        x = _run_layers_switching(programs, state, bucket, inputs, x, *switch)
     head = {"final_norm": state.weights["final_norm"], "lm_head": state.weights["lm_head"]}
     logits = step("score")(head, x) if score else None
     state.sampler, drawn = step("head")(head, state.sampler, x, inputs.picks, inputs.floats, inputs.ints)
     return Results(drawn, logits)
 
 
-def kind_of(programs: Programs, layer: int) -> str:
+def move_all(programs: Programs, state: DeviceState, switch: Switch) -> None:
+    """Move the state of every layer to a switch's destination, nothing beside it, and wait until it is there."""
+    state.layout, state.pages = switch.route.dst, switch.route.dst_pages
+    if switch.route.moves_nothing:
+        return
+    for i in range(len(state.pools)):
+        _move(programs, state, i, switch)
+    jax.block_until_ready([state.pools, [layer["moved"] for layer in state.weights["layers"]]])
+
+
+def _kind(programs: Programs, layer: int) -> str:
     return layer_kind(programs.shapes.model, layer)
 
 
-def _run_layers_switching(
-    programs: Programs,
-    state: DeviceState,
-    bucket: Bucket,
-    inputs: StepInputs,
-    x: jax.Array,
-    plan: SwitchPlan,
-    route: Route,
+def _move(programs: Programs, state: DeviceState, i: int, switch: Switch) -> None:
+    """Move layer i's state."""
+    layer, pool = state.weights["layers"][i], state.pools[i]
+    old = layer["moved"], pool
+    layer["moved"], state.pools[i] = programs.get(SwitchKey(route=switch.route))(*old, *switch.rounds[0])
+    _end_move(programs, state, i, switch, old)
+
+
+def _compute_and_move_next(
+    programs: Programs, state: DeviceState, bucket: Bucket, inputs: StepInputs, x: jax.Array, i: int, switch: Switch
 ) -> jax.Array:
-    rounds = [_put_maps(programs, route, maps) for maps in make_maps(route, plan.kv)]
+    """Compute layer i and move layer i + 1's state, in one program."""
     layers, pools = state.weights["layers"], state.pools
-    for i in range(len(pools) + 1):
-        if i == 0:
-            old = (layers[0]["moved"], pools[0])
-            layers[0]["moved"], pools[0] = programs.get(SwitchKey(route=route))(*old, *rounds[0])
-        elif i < len(pools):
-            key = SwitchKey(route=route, kind=kind_of(programs, i - 1), bucket=bucket)
-            old = (layers[i]["moved"], pools[i])
-            x, pools[i - 1], layers[i]["moved"], pools[i] = programs.get(key)(
-                layers[i - 1], x, pools[i - 1], inputs.rows, inputs.local, *old, *rounds[0]
-            )
-        else:
-            key = StepKey(part=kind_of(programs, i - 1), layout=route.dst, bucket=bucket, pages=route.dst_pages)
-            x, pools[i - 1] = programs.get(key)(layers[i - 1], x, pools[i - 1], inputs.rows, inputs.local)
-            break
-        free(old)
-        for maps in rounds[1:]:
-            pools[i] = programs.get(SwitchKey(route=route, more=True))(pools[i], *maps)
+    key = SwitchKey(route=switch.route, kind=_kind(programs, i), bucket=bucket)
+    old = layers[i + 1]["moved"], pools[i + 1]
+    x, pools[i], layers[i + 1]["moved"], pools[i + 1] = programs.get(key)(
+        layers[i], x, pools[i], inputs.rows, inputs.local, *old, *switch.rounds[0]
+    )
+    _end_move(programs, state, i + 1, switch, old)
     return x
 
 
-def _put_maps(programs: Programs, route: Route, maps: Maps) -> tuple[jax.Array, jax.Array]:
-    dealt = NamedSharding(programs.mesh, local_spec(route.src))
-    return jax.device_put((maps.read, maps.write), (dealt, dealt))
+def _end_move(programs: Programs, state: DeviceState, i: int, switch: Switch, old: Any) -> None:
+    """Free layer i's old arrays, then move what its first round had no room for."""
+    free(old)
+    for maps in switch.rounds[1:]:
+        state.pools[i] = programs.get(SwitchKey(route=switch.route, more=True))(state.pools[i], *maps)
 
 
 def free(arrays: Any) -> None:

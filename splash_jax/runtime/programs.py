@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from splash_jax.errors import ProgramMissing
 from splash_jax.runtime.keys import Key, ResetKey, StepKey, SwitchKey
+from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.sampler import SamplerState
 from splash_jax.runtime.shapes import Shapes
 from splash_jax.runtime.signatures import Signatures, host_state
@@ -66,4 +68,5 @@ class Programs:
 
 def fresh_state(mesh: Mesh, shapes: Shapes) -> SamplerState:
     """The sampler's state before any token, on every device."""
-    return jax.device_put(host_state(shapes), NamedSharding(mesh, P()))
+    every = NamedSharding(mesh, P())
+    return SamplerState(*to_devices([np.asarray(x) for x in host_state(shapes)], (every, every)))

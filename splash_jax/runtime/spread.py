@@ -13,10 +13,12 @@ import jax
 import numpy as np
 
 from splash_jax.layouts import local_spec
+from splash_jax.models.deepseek_v3_weights import layer_kind
 from splash_jax.ownership import Bucket, Layout, SwitchPlan
 from splash_jax.runtime.batch import Batch, Places
-from splash_jax.runtime.execute import DeviceState, Results, StepInputs, free, kind_of, put_batch
+from splash_jax.runtime.execute import DeviceState, Results, StepInputs, free, put_batch
 from splash_jax.runtime.keys import BeginKey, HandoverKey, PartKey, StepKey
+from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.programs import Programs
 from splash_jax.runtime.shapes import groups
 from splash_jax.runtime.transfer import Maps, Route, cut_maps, cut_route, make_maps
@@ -133,7 +135,7 @@ class _Run:
     def _layer(self, i: int, x: jax.Array) -> jax.Array:
         """Run a layer, with a part of the first layer on the move beside it if there is one."""
         side, state, weights = self._side(i), self.state, self.state.weights["layers"][i]
-        key, inputs = _step(kind_of(self.programs, i), side), self._put(side)
+        key, inputs = _step(layer_kind(self.programs.shapes.model, i), side), self._put(side)
         args = (weights, x, state.pools[i], inputs.rows, inputs.local)
         if self.spread.moving:
             x, state.pools[i] = self._move_part(key, args)
@@ -177,7 +179,7 @@ class _Run:
         for maps in make_maps(whole, plan.kv):
             parts += cut_maps(whole, self.spread.parts, maps)
         dealt = jax.sharding.NamedSharding(self.programs.mesh, local_spec(whole.src))
-        return [jax.device_put((part.read, part.write), (dealt, dealt)) for part in parts]
+        return [to_devices(part, (dealt, dealt)) for part in parts]
 
 
 def _step(part: str, side: Side) -> StepKey:

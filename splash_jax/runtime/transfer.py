@@ -32,6 +32,11 @@ class Route:
     weights: WeightMove
 
     @property
+    def src_per_page(self) -> int:
+        """Grains per page."""
+        return self.page_size // self.grain
+
+    @property
     def moves_nothing(self) -> bool:
         """Whether no device state can change: only block tables do."""
         return (
@@ -225,8 +230,12 @@ def move_part(
 
 
 def cut_route(route: Route, parts: int) -> tuple[Route, Route]:
-    """A route with room for as much in `parts` equal parts, and the route of one part."""
-    sends, relocated = -(-route.sends // parts), -(-route.locals // parts)
+    """A route for a move in `parts` equal parts, and the route of one part.
+
+    A history that grows while it moves takes pages of either layout as they come, so any page may have to be relocated.
+    """
+    sends = -(-route.sends // parts)
+    relocated = -(-min(route.src_pages, route.dst_pages) * route.src_per_page // parts)
     whole = replace(route, sends=sends * parts, locals=relocated * parts)
     return whole, replace(route, sends=sends, locals=relocated)
 

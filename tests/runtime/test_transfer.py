@@ -21,9 +21,11 @@ from splash_jax.runtime import (
     Shapes,
     StepKey,
     SwitchKey,
+    SwitchMode,
     fresh_state,
     make_maps,
     plan_route,
+    prepare_switch,
     run_step,
 )
 from tests.support import DIRECTIONS, SMALL
@@ -174,14 +176,16 @@ def empty_batch() -> Batch:
     return Batch(rows=np.zeros((3, 1), np.int32), local=i32, picks=i32[0], floats=i32.astype(np.float32), ints=i32)
 
 
-def switch_in_a_step(at: Stubbed, plan: SwitchPlan, sends: int | None = None) -> DeviceState:
+def switch_in_a_step(
+    at: Stubbed, plan: SwitchPlan, sends: int | None = None, mode: SwitchMode = SwitchMode.SPLASH
+) -> DeviceState:
     """Run a step that switches, check everything that arrived, and that nothing of the source is left."""
     src, dst = plan.before.layout, plan.after.layout
     state, pools, values = device_state(plan, src)
     old = [*state.pools, *jax.tree.leaves(state.weights["layers"])]
     route = plan_route(at.shapes, plan, sends)
     bucket = Bucket(decode=1, tiles=0, tile=4)
-    run_step(at, state, bucket, empty_batch(), switch=(plan, route))
+    run_step(at, state, bucket, empty_batch(), switch=prepare_switch(at, plan, route, mode))
     assert (state.layout, state.pages) == (dst, plan.after.pages_per_rank)
     assert all(array.is_deleted() for array in old)
     for layer in range(2):
@@ -191,14 +195,17 @@ def switch_in_a_step(at: Stubbed, plan: SwitchPlan, sends: int | None = None) ->
     return state
 
 
+@pytest.mark.parametrize("mode", SwitchMode)
 @pytest.mark.parametrize(("src", "dst"), [("dp", "tp"), ("tp", "cp"), ("cp", "dop"), ("dop", "dp")])
-def test_a_step_with_a_switch_leaves_no_source_buffer(src, dst):
+def test_a_step_with_a_switch_leaves_no_source_buffer(src, dst, mode):
     at = programs(PAGE)
-    switch_in_a_step(at, make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst])))
+    plan = make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst]))
+    switch_in_a_step(at, plan, mode=mode)
 
 
+@pytest.mark.parametrize("mode", SwitchMode)
 @pytest.mark.parametrize("src", ["dp", "cp", "dop"])
-def test_a_lopsided_gather_takes_several_rounds(src):
+def test_a_lopsided_gather_takes_several_rounds(src, mode):
     """One rank owns everything, and a round has room for an even share only."""
     at = programs(PAGE)
     requests = {"a": (1, 17), "b": (1, 13)}
@@ -208,15 +215,17 @@ def test_a_lopsided_gather_takes_several_rounds(src):
     rounds = make_maps(route, plan.kv)
     assert len(rounds) == 3
     assert all((m.read.shape, m.write.shape) == ((T, route.sends), (T, route.sends * T)) for m in rounds)
-    switch_in_a_step(at, plan, sends)
+    switch_in_a_step(at, plan, sends, mode)
 
 
-def test_a_switch_that_moves_nothing_dispatches_nothing():
+@pytest.mark.parametrize("mode", SwitchMode)
+def test_a_switch_that_moves_nothing_dispatches_nothing(mode):
     at = programs(PAGE)
     plan = make_plan(LAYOUTS["tp"], LAYOUTS["dop"], at.shapes.kv, (12, 12))
     state, _, _ = device_state(plan, LAYOUTS["tp"])
     before = list(state.pools)
-    run_step(at, state, Bucket(decode=1, tiles=0, tile=4), empty_batch(), switch=(plan, plan_route(at.shapes, plan)))
+    switch = prepare_switch(at, plan, plan_route(at.shapes, plan), mode)
+    run_step(at, state, Bucket(decode=1, tiles=0, tile=4), empty_batch(), switch=switch)
     assert state.layout == LAYOUTS["dop"]
     assert all(a is b and not a.is_deleted() for a, b in zip(before, state.pools, strict=True))
 

@@ -18,13 +18,14 @@ from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.records import StepRecord
 from splash_jax.engine.stopping import Ending
-from splash_jax.errors import EngineFailed, LayoutError, RequestError
+from splash_jax.errors import EngineFailed, LayoutError, RequestError, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
 from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_switch
 from splash_jax.runtime import Draw, ResetKey, Results, Work, build_batch, run_step
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
+from splash_jax.runtime.transfer import lacks_room
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
 from splash_jax.scheduler.params import MAX_STOP_IDS
 
@@ -147,9 +148,11 @@ class Engine:
 
     def allowed_layout(self, name: str) -> Layout:
         """The layout of a name; raises `LayoutError` for one that this engine was not built for."""
-        if name not in self.blueprint.layouts:
-            raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(self.blueprint.layouts)}.")
-        return self.blueprint.layouts[name]
+        allowed = self.blueprint.layouts
+        layout = allowed.get(name) or allowed.get(self.config.spelled_out(name))
+        if layout is None:
+            raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(allowed)}.")
+        return layout
 
     def plan(self, dst: Layout, now: Manifest | None = None) -> SwitchPlan:
         """The switch to `dst` from what is stored now, or from `now`. Raises `SwitchRefused` when it does not fit."""
@@ -241,7 +244,10 @@ class Engine:
     def _permitted_plan(self, dst: Layout) -> SwitchPlan:
         if dst != self.layout and (self.layout, dst) not in self.blueprint.directions():
             raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
-        return self.plan(dst)
+        plan = self.plan(dst)
+        if dst != self.layout and (reason := lacks_room(self.blueprint.route(self.layout, dst), plan.kv)):
+            raise SwitchRefused(f"switch {self.layout} -> {dst} does not fit its compiled transfer: {reason}")
+        return plan
 
     def _dispatch(self, schedule: Schedule, plan: SwitchPlan | None) -> _Pending:
         started = time.perf_counter()

@@ -1,5 +1,6 @@
 """What several tests need: the small fixture of the scenarios, engines that compile only what they use, poison."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from splash_jax import LLM, RequestOutput
+from splash_jax.layouts import ROLES
 from splash_jax.models.random_checkpoint import write_random_checkpoint
 
-LAYOUTS = ("tp", "dp", "cp", "dop")
-DIRECTIONS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
+LAYOUTS = tuple(ROLES)
+DIRECTIONS = list(permutations(LAYOUTS, 2))
+
+# Layouts of two axes: every role on either axis, owners and positions side by side, outside each other and alone.
+MESHES = {"2x2": {"node": 2, "chip": 2}, "2x4": {"node": 2, "chip": 4}}
+HYBRIDS = (
+    "node=dop,chip=cp",
+    "node=dp,chip=tp",
+    "node=tp,chip=dp",
+    "node=cp,chip=dcp",
+    "node=rep,chip=dop",
+    "node=dcp,chip=rep",
+)
+HYBRID_DIRECTIONS = list(permutations(HYBRIDS, 2))
 
 SMALL: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -43,14 +43,8 @@ def ownership_grid(held: Layout | Manifest) -> list[Block]:
 
 
 def _projections(layout: Layout) -> np.ndarray:
-    sizes = [axis.size for axis in layout.axes]
-    cut = [i for i, axis in enumerate(layout.axes) if axis.name in layout.head_axes]
-    group = np.arange(layout.size) * layout.head_shards // layout.size  # shard that each column is part of
-    shard = np.zeros(layout.size, np.int64)
-    places = np.unravel_index(np.arange(layout.size), sizes)
-    for i in cut:
-        shard = shard * sizes[i] + places[i]
-    return (shard[:, None] == group[None, :]).astype(float)
+    shard = np.asarray([layout.index(rank, layout.head_axes) for rank in range(layout.size)])
+    return (shard[:, None] == shard[None, :]).astype(float)
 
 
 def _history(manifest: Manifest, name: str) -> np.ndarray:

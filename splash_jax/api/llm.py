@@ -1,6 +1,7 @@
 """Offline inference: prompts in, completions out, on a mesh whose attention layout may change while they run."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ class LLM:
 
     Args:
       model: a Hugging Face checkpoint directory of the DeepSeek-V3 family.
-      num_devices: ranks of the attention mesh, T; must divide the attention heads.
-      layout: "tp", "dp", "cp" or "dop": what it starts in.
+      num_devices: ranks of the attention mesh, T; must divide the attention heads. None: what `mesh` has, or 1.
+      mesh: its axes and their sizes, such as {"node": 2, "chip": 4}. None: a single axis.
+      layout: what it starts in: a role for every axis ("tp", "dp", "cp", "dop", "dcp", "rep"), or one role for each,
+        such as "node=dop,chip=cp".
       progress: called as progress(what, done, in_all) while weights load and programs compile.
       **settings: the fields of `EngineConfig`.
 
@@ -35,12 +38,14 @@ class LLM:
         self,
         model: str | Path,
         *,
-        num_devices: int = 1,
+        num_devices: int | None = None,
+        mesh: Mapping[str, int] | None = None,
         layout: str = "tp",
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
     ) -> None:
-        config = EngineConfig(model=Path(model), num_devices=num_devices, layout=layout, **settings)
+        ranks = math.prod((mesh or {}).values()) if num_devices is None else num_devices
+        config = EngineConfig(model=Path(model), num_devices=ranks, mesh=mesh, layout=layout, **settings)
         self.engine = Engine(config, progress)
         self._serial = itertools.count()
 

@@ -1,5 +1,7 @@
 """From settings to an engine's parts: everything is checked before any device memory is taken."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
@@ -12,13 +14,13 @@ from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import free_memory, prepare_platform, use_compilation_cache
 from splash_jax.errors import ConfigError
 from splash_jax.kv.store import empty_pools, pool_struct
-from splash_jax.layouts import attention_mesh, make_layout, pool_spec, weight_spec
+from splash_jax.layouts import attention_mesh, pool_spec, weight_spec
 from splash_jax.layouts.specs import check_heads
 from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
 from splash_jax.models.load import load_tree
-from splash_jax.models.params import Leaf
+from splash_jax.models.params import Leaf, in_blocks
 from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.ownership.plan import weight_move
@@ -37,6 +39,8 @@ from splash_jax.runtime import (
 from splash_jax.runtime.keys import Key
 from splash_jax.runtime.sizes import state_bytes
 from splash_jax.runtime.transfer import Route
+
+log = logging.getLogger("splash_jax")
 
 DEFAULT_MOST_TOKENS = 1 << 18  # per rank, where nobody says how much memory there is
 
@@ -62,8 +66,9 @@ class Blueprint:
 
     def directions(self) -> list[tuple[Layout, Layout]]:
         """The switches that serving may ask for."""
-        names = permutations(self.layouts, 2) if self.config.directions is None else self.config.directions
-        return [(self.layouts[src], self.layouts[dst]) for src, dst in names]
+        if self.config.directions is None:
+            return list(permutations(self.layouts.values(), 2))
+        return [(self.config.layout_of(src), self.config.layout_of(dst)) for src, dst in self.config.directions]
 
     def keys(self) -> Iterator[Key]:
         """Every program that serving can ask for."""
@@ -85,7 +90,7 @@ class Blueprint:
             beside = kinds[:-1] if SwitchMode.SPLASH in self.config.switch_modes else ()
             for kind in dict.fromkeys(beside):
                 yield SwitchKey(route=route, kind=kind, bucket=self.buckets[dst][-1])
-            if route.gathers and route.sends < route.dst_pages * (self.shapes.kv.page_size // route.grain):
+            if route.in_rounds:
                 yield SwitchKey(route=route, more=True)
             if SwitchMode.SPREAD in self.config.switch_modes:
                 pairs = list(zip(self.buckets[src][-2:], self.buckets[dst][-2:], strict=True))
@@ -95,7 +100,7 @@ class Blueprint:
 def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
     """Check settings against the model's config and derive all sizes. Raises the errors a user can meet."""
     model = read_model_config(config.model)
-    layouts = {name: make_layout(name, config.mesh_shape) for name in config.layouts}
+    layouts = {str(layout): layout for layout in map(config.layout_of, config.layouts)}
     for layout in layouts.values():
         check_heads(layout, model.num_heads)
     longest = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
@@ -171,13 +176,14 @@ def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
 
 def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progress: Progress | None) -> DeviceState:
     """Weights streamed into the layout's sharding, empty pools, a fresh sampler."""
-    layout = blueprint.layouts[blueprint.config.layout]
+    layout = blueprint.config.layout_of(blueprint.config.layout)
     shapes = blueprint.shapes
 
     def sharding(leaf: Leaf) -> NamedSharding:
         return NamedSharding(mesh, weight_spec(layout, leaf.dims))
 
     leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
+    leaves = jax.tree.map(lambda leaf: in_blocks(leaf, layout.head_blocks()), leaves)
     report = None if progress is None else lambda done, total: progress("loading weights", done, total)
     weights: dict[str, Any] = load_tree(checkpoint, leaves, sharding, shapes.dtype, report)
     pages = blueprint.pages[layout]
@@ -204,6 +210,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
     programs = Programs(mesh, blueprint.shapes)
     if config.compile_ahead:
         report = None if progress is None else lambda done, total: progress("compiling programs", done, total)
+        began = time.perf_counter()
         programs.prepare(blueprint.keys(), report)
         programs.sealed = True
+        log.info(
+            "ready: %d programs for %d layouts and %d switches of %d layers, compiled in %.1f s",
+            programs.compiled, len(blueprint.layouts), len(blueprint.directions()), blueprint.model.num_layers,
+            time.perf_counter() - began,
+        )  # fmt: skip
     return blueprint, programs, state

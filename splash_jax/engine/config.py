@@ -1,20 +1,26 @@
 """Settings of an engine, checked whole before anything is loaded."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from splash_jax.errors import ConfigError, LayoutError
-from splash_jax.layouts import ROLES
+from splash_jax.layouts import ROLES, make_layout
+from splash_jax.ownership import Layout
 from splash_jax.runtime import SwitchMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine is built from. Sizes are in tokens or bytes as named; names are vLLM's where it has one."""
+    """What an engine is built from. Sizes are in tokens or bytes as named; names are vLLM's where it has one.
+
+    A layout is a role's name, which every axis of the mesh then plays, or one role per axis: "node=dop,chip=cp".
+    """
 
     model: Path
     num_devices: int = 1
+    mesh: Mapping[str, int] | None = None  # axis -> size, num_devices in all; None: one axis, "rank"
     layout: str = "tp"
     layouts: tuple[str, ...] = tuple(ROLES)  # what it may switch to; programs are compiled for these
     directions: tuple[tuple[str, str], ...] | None = None  # switches it may make; None: between any two layouts
@@ -47,14 +53,8 @@ class EngineConfig:
                 self._positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}.")
-        for layout in (self.layout, *self.layouts):
-            if layout not in ROLES:
-                raise LayoutError(f"unknown layout {layout!r}; choose one of {', '.join(ROLES)}.")
-        if self.layout not in self.layouts:
-            raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
-        for pair in self.directions or ():
-            if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(self.layouts):
-                raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
+        self._check_mesh()
+        self._check_layouts()
         if not self.switch_modes or not set(self.switch_modes) <= set(SwitchMode):
             raise ConfigError(f"switch_modes must be some of {', '.join(SwitchMode)}, got {self.switch_modes!r}.")
         if self.block_size % self.interleave:
@@ -70,7 +70,40 @@ class EngineConfig:
 
     @property
     def mesh_shape(self) -> Mapping[str, int]:
-        return {"rank": self.num_devices}
+        return {"rank": self.num_devices} if self.mesh is None else self.mesh
+
+    def layout_of(self, name: str) -> Layout:
+        """The layout of a name. Raises `LayoutError` where the mesh has none such."""
+        return make_layout(name, self.mesh_shape)
+
+    def spelled_out(self, name: str) -> str:
+        """The one spelling of a layout's name; a name that is not known stays as it is."""
+        try:
+            return str(self.layout_of(name))
+        except LayoutError:
+            return name
+
+    def _check_mesh(self) -> None:
+        if self.mesh is None:
+            return
+        for axis, size in self.mesh.items():
+            if not axis.isidentifier():
+                raise ConfigError(f"mesh axes are named by words, such as 'node'; got {axis!r}.")
+            self._positive(f"mesh axis {axis!r}", size)
+        if math.prod(self.mesh.values()) != self.num_devices or not self.mesh:
+            raise ConfigError(
+                f"mesh {dict(self.mesh)} has {math.prod(self.mesh.values())} ranks and num_devices is "
+                f"{self.num_devices}; make the sizes of its axes multiply to it."
+            )
+
+    def _check_layouts(self) -> None:
+        allowed = {str(self.layout_of(name)) for name in self.layouts}
+        if str(self.layout_of(self.layout)) not in allowed:
+            raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
+        for pair in self.directions or ():
+            known = {self.spelled_out(name) for name in pair}
+            if len(pair) != 2 or len(known) != 2 or not known <= allowed:
+                raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
 
     def _positive(self, name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

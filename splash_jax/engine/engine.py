@@ -38,6 +38,7 @@ from splash_jax.runtime import (
 )
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
+from splash_jax.runtime.transfer import lacks_room
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
 from splash_jax.scheduler.params import MAX_STOP_IDS
 
@@ -169,9 +170,11 @@ class Engine:
 
     def allowed_layout(self, name: str) -> Layout:
         """The layout of a name; raises `LayoutError` for one that this engine was not built for."""
-        if name not in self.blueprint.layouts:
-            raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(self.blueprint.layouts)}.")
-        return self.blueprint.layouts[name]
+        allowed = self.blueprint.layouts
+        layout = allowed.get(name) or allowed.get(self.config.spelled_out(name))
+        if layout is None:
+            raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(allowed)}.")
+        return layout
 
     def plan(self, dst: Layout, now: Manifest | None = None) -> SwitchPlan:
         """The switch to `dst` from what is stored now, or from `now`. Raises `SwitchRefused` when it does not fit."""
@@ -296,6 +299,8 @@ class Engine:
         if (self.layout, dst) not in self.blueprint.directions():
             raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
         plan, route = self.plan(dst), self.blueprint.route(self.layout, dst)
+        if reason := lacks_room(route, plan.kv):
+            raise SwitchRefused(f"switch {self.layout} -> {dst} does not fit its compiled transfer: {reason}")
         if mode is SwitchMode.SPREAD and not route.moves_nothing:
             twin = TwinPool(self.pool, PagePool.adopt(plan.after))
             self.pool, self._spread = twin, (Spread(route, self.config.spread_layers, self.config.spread_parts), plan)

@@ -12,7 +12,10 @@ class Exchange:
     """The exchanges of one layout, on local views inside `jax.shard_map` over its mesh.
 
     Rows between layers lie as [groups..., R, d], one leading dimension per owner axis; a rank carries all groups, or
-    (where a role shards rows) only its own. The kernel sees the rows of one owner, [R, H', D].
+    (where a role shards rows) only its own. The kernel sees the rows of one owner, [R, H', D], their heads in an order
+    of the layout's own.
+
+    Axes with owners come first on the way in and last on the way out, so that the others handle one owner's rows.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -20,9 +23,10 @@ class Exchange:
         owners = layout.owner_axes
         self._axes = [
             (ROLES[axis.role], axis.name, owners.index(axis.name) if axis.name in owners else -1)
-            for axis in layout.axes
+            for axis in sorted(layout.axes, key=lambda axis: axis.name in owners)
         ]
         self._num_owner_axes = len(owners)
+        self._replicating = tuple(axis.name for axis in layout.axes if not ROLES[axis.role].shards_rows)
 
     def carried_rows(self, x: jax.Array) -> jax.Array:
         """[all groups..., R, ...] to the groups that this rank carries between layers."""
@@ -65,8 +69,8 @@ class Exchange:
     def reduce_rows(self, y: jax.Array) -> jax.Array:
         """Sum partial rows [all groups..., R, d] over every rank, back to the rows a rank carries."""
         for role, axis, dim in self._axes:
-            y = role.reduce_rows(y, axis, dim)
-        return y
+            y = role.scatter_rows(y, axis, dim)
+        return jax.lax.psum(y, self._replicating) if self._replicating else y
 
     def rank(self) -> jax.Array:
         """This rank's number, row-major over the axes. i32[]."""

@@ -34,5 +34,5 @@ class DataParallel(AbstractRole):
     def gather_rows(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
         return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
-    def reduce_rows(self, y: jax.Array, axis: str, dim: int) -> jax.Array:
+    def scatter_rows(self, y: jax.Array, axis: str, dim: int) -> jax.Array:
         return jax.lax.psum_scatter(y, axis, scatter_dimension=dim, tiled=True)

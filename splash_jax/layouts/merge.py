@@ -32,6 +32,17 @@ def merge_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Arra
     return _normalised(both[..., :-1], both[..., -1], top)
 
 
+def scatter_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+    """Merge as `merge_over_axis` does and leave each rank its share of heads: f32[..., H, D] to f32[..., H / T, D]."""
+    top = jax.lax.pmax(_top(lse), axis)
+    out, weight = _weighted(out, lse, top)
+    both = jnp.concatenate([out, weight[..., None]], -1)
+    both = jax.lax.psum_scatter(both, axis, scatter_dimension=both.ndim - 2, tiled=True)
+    heads = both.shape[-2]
+    mine = jax.lax.dynamic_slice_in_dim(top, jax.lax.axis_index(axis) * heads, heads, top.ndim - 1)
+    return _normalised(both[..., :-1], both[..., -1], mine)
+
+
 def merge_parts(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merge parts stacked on the leading dimension. f32[P, ..., D] and f32[P, ...] to f32[..., D] and f32[...]."""
     top = _top(lses).max(0)

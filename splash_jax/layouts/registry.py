@@ -4,14 +4,24 @@ from collections.abc import Mapping
 
 from splash_jax.errors import LayoutError
 from splash_jax.layouts.cp import ContextParallel
+from splash_jax.layouts.dcp import DecodeContextParallel
 from splash_jax.layouts.dop import DecoupledOwnership
 from splash_jax.layouts.dp import DataParallel
+from splash_jax.layouts.rep import Replicated
 from splash_jax.layouts.role import AbstractRole
 from splash_jax.layouts.tp import TensorParallel
 from splash_jax.ownership import Axis, Layout
 
 ROLES: dict[str, AbstractRole] = {
-    role.name: role for role in (TensorParallel(), DataParallel(), ContextParallel(), DecoupledOwnership())
+    role.name: role
+    for role in (
+        TensorParallel(),
+        DataParallel(),
+        ContextParallel(),
+        DecoupledOwnership(),
+        DecodeContextParallel(),
+        Replicated(),
+    )
 }
 
 
@@ -30,7 +40,8 @@ def make_layout(roles: str | Mapping[str, str] | Layout, mesh_shape: Mapping[str
         raise LayoutError(f"layout {roles!r} names axes {sorted(by_axis)}; the mesh has {list(mesh_shape)}.")
     for axis, role in by_axis.items():
         if role not in ROLES:
-            raise LayoutError(f"unknown layout {role!r} for axis {axis!r}; choose one of {', '.join(ROLES)}.")
+            where = "" if role == roles else f" for axis {axis!r}"
+            raise LayoutError(f"unknown layout {role!r}{where}; choose one of {', '.join(ROLES)}.")
     return Layout(
         tuple(
             Axis(name=name, size=size, role=by_axis[name], placement=ROLES[by_axis[name]].placement)

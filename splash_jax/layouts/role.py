@@ -34,7 +34,7 @@ class AbstractRole(ABC):
 
     @abstractmethod
     def merge(self, out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-        """Combine partial outputs [R, H, D] and their log-sum-exp [R, H] over the axis."""
+        """Combine partial outputs [R, H, D] and their log-sum-exp [R, H] over the axis; heads may be scattered."""
 
     @abstractmethod
     def after(self, out: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -45,8 +45,8 @@ class AbstractRole(ABC):
         """All rows, for the dense and expert layers."""
 
     @abstractmethod
-    def reduce_rows(self, y: jax.Array, axis: str, dim: int) -> jax.Array:
-        """Sum partial rows over the axis, leaving each rank the rows it carries."""
+    def scatter_rows(self, y: jax.Array, axis: str, dim: int) -> jax.Array:
+        """Where rows are sharded: sum partial rows over the axis, leaving each rank those it carries. Else nothing."""
 
 
 class ReplicatedRows(AbstractRole):
@@ -70,8 +70,8 @@ class ReplicatedRows(AbstractRole):
     def gather_rows(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
         return x
 
-    def reduce_rows(self, y: jax.Array, axis: str, dim: int) -> jax.Array:
-        return jax.lax.psum(y, axis)
+    def scatter_rows(self, y: jax.Array, axis: str, dim: int) -> jax.Array:
+        return y
 
 
 def cell(projections: Projections, history: History) -> Placement:

@@ -1,7 +1,7 @@
 """Weights as the engine holds them, described before any of them is read."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,21 @@ class Leaf:
     def moves(self) -> bool:
         """Whether a switch of layout can move this weight."""
         return "heads" in self.dims
+
+
+def in_blocks(leaf: Leaf, order: Sequence[int]) -> Leaf:
+    """The same weight with its "heads" dimension, cut into len(order) equal blocks, in this order of blocks."""
+    if not leaf.moves or list(order) == sorted(order):
+        return leaf
+    dim = leaf.dims.index("heads")
+    width = leaf.shape[dim] // len(order)
+
+    def read(ckpt: Checkpoint, index: Index) -> np.ndarray:
+        wanted = order[index[dim].start // width : index[dim].stop // width]
+        parts = [(*index[:dim], slice(b * width, (b + 1) * width), *index[dim + 1 :]) for b in wanted]
+        return np.concatenate([leaf.read(ckpt, part) for part in parts], dim)
+
+    return replace(leaf, read=read)
 
 
 def padded(size: int, ranks: int) -> int:

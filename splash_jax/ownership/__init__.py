@@ -5,6 +5,7 @@ from splash_jax.ownership.footprint import Footprint, StateBytes, footprint, pag
 from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections
 from splash_jax.ownership.manifest import KVShape, Manifest, RequestPages
 from splash_jax.ownership.plan import KVMove, SwitchPlan, WeightMove, apply, plan_between, plan_switch
+from splash_jax.ownership.travel import free_axes
 
 __all__ = [
     "Axis",
@@ -23,6 +24,7 @@ __all__ = [
     "WeightMove",
     "apply",
     "footprint",
+    "free_axes",
     "pages_that_fit",
     "plan_between",
     "plan_switch",

@@ -7,7 +7,7 @@ over the axes, as `jax.sharding.Mesh.devices.flat` numbers them.
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,11 +102,11 @@ class Layout:
 
     def group_of(self, rank: int) -> int:
         """Owner group of a rank: 0 <= group < owner_groups."""
-        return self._index(rank, self.owner_axes)
+        return self.index(rank, self.owner_axes)
 
     def share_of(self, rank: int) -> int:
         """Share of positions that a rank holds: 0 <= share < position_shares."""
-        return self._index(rank, self.position_axes)
+        return self.index(rank, self.position_axes)
 
     def holders(self, home: int) -> tuple[int, ...]:
         """Ranks that hold some of the history of a request whose home is `home`."""
@@ -117,13 +117,25 @@ class Layout:
         """How many blocks of positions after `home` this rank's first block comes: it holds blocks lag, lag + n, ..."""
         return (self.share_of(rank) - self.share_of(home)) % self.position_shares
 
+    def head_blocks(self) -> list[int]:
+        """Of T blocks of heads, numbered like ranks: the order in which a weight's head dimension holds them.
+
+        A rank holds the blocks whose numbers agree with its own in every axis that splits heads. So a switch never
+        fetches heads along an axis that splits them before and after.
+        """
+        split = [i for i, axis in enumerate(self.axes) if axis.name in self.head_axes]
+        whole = [i for i in range(len(self.axes)) if i not in split]
+        blocks = np.arange(self.size).reshape([axis.size for axis in self.axes])
+        return blocks.transpose(split + whole).ravel().tolist()
+
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(axis.size for axis in self.axes if axis.name in names)
 
-    def _index(self, rank: int, names: Iterable[str]) -> int:
+    def index(self, rank: int, names: Collection[str]) -> int:
+        """A rank's number among those that differ in these axes only, row-major; equal for ranks that agree in them."""
         coordinates = np.unravel_index(rank, [axis.size for axis in self.axes])
-        chosen = [(int(c), axis.size) for c, axis in zip(coordinates, self.axes, strict=True) if axis.name in names]
         index = 0
-        for coordinate, size in chosen:
-            index = index * size + coordinate
+        for coordinate, axis in zip(coordinates, self.axes, strict=True):
+            if axis.name in names:
+                index = index * axis.size + int(coordinate)
         return index

@@ -19,8 +19,8 @@ class KVShape:
 
     def grain(self, src: Layout, dst: Layout) -> int:
         """Tokens that stay together when a history moves between two layouts."""
-        dealt = src.position_shares > 1 or dst.position_shares > 1
-        return self.interleave if dealt else self.page_size
+        alike = src.position_axes == dst.position_axes or src.position_shares == dst.position_shares == 1
+        return self.page_size if alike else self.interleave
 
     def tokens_held(self, layout: Layout, lag: int, num_tokens: int) -> int:
         """Tokens that the rank `lag` shares after the home holds of a history of `num_tokens`."""

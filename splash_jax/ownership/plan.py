@@ -14,13 +14,14 @@ from splash_jax.errors import SwitchRefused
 from splash_jax.ownership.footprint import StateBytes
 from splash_jax.ownership.layout import Layout
 from splash_jax.ownership.manifest import Manifest, RequestPages, owner_pages_needed
+from splash_jax.ownership.travel import gathers, travel_axes
 
 Pairs = np.ndarray  # i64[n, 2]: source and destination slot, in grains, of each grain that moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMove:
-    """What happens to one layer's attention projections: gathered over some axes, cut over others."""
+    """What happens to one layer's attention projections: cut over some axes, then gathered over others."""
 
     gather_axes: tuple[str, ...]
     slice_axes: tuple[str, ...]
@@ -151,6 +152,8 @@ class _Planner:
         self.local: list[list[np.ndarray]] = [[] for _ in range(dst.size)]
         self.sent: dict[tuple[int, int], list[np.ndarray]] = {}
         self.load = np.zeros(dst.size, np.int64)  # grains each rank has been asked to send
+        still = [name for name in dst.axis_names if name not in travel_axes(now.layout, dst)]
+        self.place = [dst.index(rank, still) for rank in range(dst.size)]  # equal where one may send to the other
 
     def plan(self, state: StateBytes, pages: Mapping[str, Mapping[int, tuple[int, ...]]] | None = None) -> SwitchPlan:
         """The plan with the given destination pages, or with pages of its own choice."""
@@ -168,8 +171,9 @@ class _Planner:
             },
         )
         empty = np.zeros((0, 2), np.int64)
+        together = "all_gather" if gathers(self.now.layout, self.dst) else "all_to_all"
         kv = KVMove(
-            primitive="discard" if not self.sent else "all_gather" if self.dst.everywhere else "all_to_all",
+            primitive=together if self.sent else "discard",
             grain=self.grain,
             grain_bytes=self.grain * self.now.kv.bytes_per_token,
             local=tuple(np.concatenate(p) if p else empty for p in self.local),
@@ -184,11 +188,11 @@ class _Planner:
         )
 
     def _grains(self, layout: Layout, home: int, rank: int, num_tokens: int) -> np.ndarray:
-        """Global grain held in each local grain slot of a rank, in local order. i64[n]."""
+        """First position of the grain in each local grain slot of a rank, in local order. i64[n]."""
         lag = layout.lag(home, rank)
         held = self.now.kv.tokens_held(layout, lag, num_tokens)
         starts = np.arange(0, held, self.grain, dtype=np.int64)
-        return self.now.kv.positions(layout, lag, starts) // self.grain
+        return self.now.kv.positions(layout, lag, starts)
 
     def _slots(self, pages: tuple[int, ...], count: int) -> np.ndarray:
         """Physical grain slot of each of the first `count` local grains. i64[count]."""
@@ -227,7 +231,7 @@ class _Planner:
 
     def _move(self, request: RequestPages, home: int, pages: Mapping[int, tuple[int, ...]]) -> None:
         """Record how every grain of one request reaches every rank that must hold it."""
-        where: dict[int, dict[int, int]] = {}  # rank -> global grain -> slot, at the source
+        where: dict[int, dict[int, int]] = {}  # rank -> grain -> slot, at the source
         for rank, source_pages in request.pages.items():
             grains = self._grains(self.now.layout, request.home, rank, request.num_tokens)
             where[rank] = dict(zip(grains.tolist(), self._slots(source_pages, len(grains)).tolist(), strict=True))
@@ -242,7 +246,8 @@ class _Planner:
                     if here[grain] != slot:
                         stay.append((here[grain], slot))
                     continue
-                source = min((r for r in where if grain in where[r]), key=lambda r: (self.load[r], r))
+                have = (r for r in where if grain in where[r])
+                source = min(have, key=lambda r: (self.place[r] != self.place[rank], self.load[r], r))
                 self.load[source] += 1  # spread the sending
                 come.setdefault(source, []).append((where[source][grain], slot))
             if stay:
@@ -252,14 +257,12 @@ class _Planner:
 
 
 def weight_move(src: Layout, dst: Layout, state: StateBytes) -> WeightMove:
-    """What one layer's projections need between two layouts of the same mesh (Eq. 3)."""
+    """What one layer's projections need between two layouts of the same mesh (Eq. 3): what both hold stays."""
     gather = tuple(name for name in src.head_axes if name not in dst.head_axes)
     cut = tuple(name for name in dst.head_axes if name not in src.head_axes)
-    held, gathered = state.projections // src.head_shards, state.projections
-    for axis in src.axes:
-        if axis.name not in gather:
-            gathered //= axis.size if axis.name in src.head_axes else 1
-    return WeightMove(gather_axes=gather, slice_axes=cut, bytes_per_rank=gathered - held if gather else 0)
+    both = src.head_shards * math.prod(axis.size for axis in src.axes if axis.name in cut)
+    wanted, kept = state.projections // dst.head_shards, state.projections // both
+    return WeightMove(gather_axes=gather, slice_axes=cut, bytes_per_rank=wanted - kept)
 
 
 def apply(plan: SwitchPlan, slots: list[np.ndarray]) -> list[np.ndarray]:

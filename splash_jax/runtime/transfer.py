@@ -14,6 +14,7 @@ import numpy as np
 
 from splash_jax.ownership import Layout, SwitchPlan, WeightMove
 from splash_jax.ownership.plan import KVMove
+from splash_jax.ownership.travel import gathers, most_grains, travel_axes
 from splash_jax.runtime.shapes import NOWHERE, Shapes
 
 
@@ -26,15 +27,18 @@ class Route:
     src_pages: int
     dst_pages: int
     grain: int  # tokens
+    per_page: int  # grains
+    axes: tuple[str, ...]  # along which histories travel: ranks that agree in all others form a group
     sends: int  # grains per pair of ranks in one round; with `gathers`, per rank
-    gathers: bool  # all ranks receive everything that is sent
+    gathers: bool  # all ranks of a group receive everything that is sent in it
     locals: int  # grains that a rank may relocate in one round
+    in_rounds: bool  # what does not fit one round may follow in further ones
     weights: WeightMove
 
     @property
-    def src_per_page(self) -> int:
-        """Grains per page."""
-        return self.page_size // self.grain
+    def group(self) -> int:
+        """Ranks that exchange with each other."""
+        return math.prod(axis.size for axis in self.src.axes if axis.name in self.axes)
 
     @property
     def moves_nothing(self) -> bool:
@@ -50,8 +54,8 @@ class Route:
 class Maps(NamedTuple):
     """One round of a plan's moves as arrays: slots in grains, out of bounds where there is nothing to move."""
 
-    read: np.ndarray  # i32[T, locals + sends (* T)]: slots read on each rank, local moves first
-    write: np.ndarray  # i32[T, locals + sends * T]: slots written on each rank, local moves first
+    read: np.ndarray  # i32[T, locals + sends (* group)]: slots read on each rank, local moves first
+    write: np.ndarray  # i32[T, locals + sends * group]: slots written on each rank, local moves first
 
 
 def make_route(
@@ -63,26 +67,22 @@ def make_route(
     weights: WeightMove,
     sends: int | None = None,
 ) -> Route:
-    """The route of a switch. `sends` overrides the number of grains per round, which otherwise holds any all-to-all."""
-    kv, ranks = shapes.kv, src.size
-    grain = kv.grain(src, dst)
+    """The route of a switch. `sends` overrides the number of grains per round, else what any switch may need.
+
+    A gather of whole pages into a pool no smaller has room for an even share instead: what it sends stays in its place
+    on the sender, so the rest may follow in further rounds. Elsewhere a later round would read what an earlier one had
+    overwritten.
+    """
+    kv = shapes.kv
+    grain, axes = kv.grain(src, dst), travel_axes(src, dst)
     per_page = kv.page_size // grain
     shuffled = grain < kv.page_size
-    gathers = dst.everywhere and not src.everywhere
-    moves = not src.everywhere and (
-        gathers or src.owner_axes != dst.owner_axes or src.position_axes != dst.position_axes
-    )
+    group = math.prod(axis.size for axis in src.axes if axis.name in axes)
+    in_rounds = gathers(src, dst) and not shuffled and src_pages <= dst_pages
     if sends is None:
-        most = max(src_pages, dst_pages) * per_page
-        share = math.ceil(most / ranks)
-        if not gathers:
-            # What a pair exchanges of a request is rounded up to a grain; a rank is home to an even share of requests.
-            sends = min(most, share + math.ceil(shapes.slots / ranks))
-        elif shuffled or src_pages > dst_pages:
-            # One round: a later one would read what an earlier one had overwritten. Dealt positions are even anyhow.
-            sends = most if src.owner_axes else min(most, share + shapes.slots)
-        else:
-            sends = share
+        sends, share = most_grains(kv, src, dst, src_pages, dst_pages, shapes.slots), math.ceil(dst_pages / group)
+        in_rounds = in_rounds and share < sends
+        sends = share if in_rounds else sends
     relocated = dst_pages if shuffled else min(dst_pages, max(0, src_pages - dst_pages))
     return Route(
         src=src,
@@ -90,30 +90,43 @@ def make_route(
         src_pages=src_pages,
         dst_pages=dst_pages,
         grain=grain,
-        sends=sends if moves else 0,
-        gathers=gathers,
+        per_page=per_page,
+        axes=axes,
+        sends=sends if axes else 0,
+        gathers=gathers(src, dst),
         locals=relocated * per_page,
+        in_rounds=in_rounds,
         weights=weights,
     )
 
 
 def map_widths(route: Route) -> tuple[int, int]:
     """Slots that each rank reads and writes in one round, local moves included."""
-    pairs = route.sends * route.src.size
+    pairs = route.sends * route.group
     return route.locals + (route.sends if route.gathers else pairs), route.locals + pairs
+
+
+def lacks_room(route: Route, move: KVMove) -> str | None:
+    """Why a plan's moves do not fit a route, or None where they do."""
+    if move.grain != route.grain:
+        return f"the plan moves grains of {move.grain} tokens, the route of {route.grain}."
+    if (most := max(map(len, move.local), default=0)) > route.locals:
+        return f"a rank relocates {most} grains; the route has room for {route.locals}."
+    if move.sent and not route.sends:
+        return f"the plan sends {move.busiest_pair} grains between ranks; the route has room for none."
+    if any(_place(route, a) != _place(route, b) for a, b in move.sent):
+        return f"the plan sends grains along other axes than {', '.join(route.axes)}."
+    if (most := _fullest(route, move)) > route.sends and not route.in_rounds:
+        return f"a pair of ranks exchanges {most} grains; the route has room for {route.sends}."
+    return None
 
 
 def make_maps(route: Route, move: KVMove) -> list[Maps]:
     """The rounds of a plan's moves on a route: one, unless a gather is more uneven than the route has room for."""
-    T = route.src.size
-    if move.grain != route.grain:
-        raise ValueError(f"the plan moves grains of {move.grain} tokens, the route of {route.grain}.")
-    sent = _by_sender(route, move)
-    if sent and not route.sends:
-        raise ValueError(f"the plan sends {move.busiest_pair} grains between ranks; the route has room for none.")
-    rounds = max([1] + [math.ceil(len(s) / route.sends) for s in sent.values() if route.sends])
-    if rounds > 1 and not route.gathers:
-        raise ValueError(f"a pair of ranks exchanges {move.busiest_pair} grains; the route has room for {route.sends}.")
+    if reason := lacks_room(route, move):
+        raise ValueError(reason)
+    T, sent = route.src.size, _by_sender(route, move)
+    rounds = max([1] + [math.ceil(len(s) / route.sends) for s in sent.values()])
     result = []
     for step in range(rounds):
         reads, writes = map_widths(route)
@@ -123,14 +136,30 @@ def make_maps(route: Route, move: KVMove) -> list[Maps]:
                 read[rank, : len(pairs)], write[rank, : len(pairs)] = pairs[:, 0], pairs[:, 1]
         for key, grains in sent.items():
             chunk = grains[step * route.sends : (step + 1) * route.sends]
-            source, begin = (key, 0) if route.gathers else (key[0], key[1] * route.sends)
-            at = route.locals + begin
+            source, receiver = (key, 0) if route.gathers else (key[0], route.src.index(key[1], route.axes))
+            at = route.locals + receiver * route.sends
             read[source, at : at + len(chunk)] = [grain for grain, _ in chunk]
+            at = route.locals + route.src.index(source, route.axes) * route.sends
             for index, (_, targets) in enumerate(chunk):
                 for rank, slot in targets:
-                    write[rank, route.locals + source * route.sends + index] = slot
+                    write[rank, at + index] = slot
         result.append(Maps(read, write))
     return result
+
+
+def _place(route: Route, rank: int) -> int:
+    """Which group of ranks that exchange with each other a rank is in."""
+    return route.src.index(rank, [name for name in route.src.axis_names if name not in route.axes])
+
+
+def _fullest(route: Route, move: KVMove) -> int:
+    """Grains in the fullest buffer: of a sender where all receive everything, else of a pair."""
+    if not route.gathers:
+        return move.busiest_pair
+    senders: dict[int, list[np.ndarray]] = {}
+    for (source, _), pairs in move.sent.items():
+        senders.setdefault(source, []).append(pairs[:, 0])
+    return max((len(np.unique(np.concatenate(slots))) for slots in senders.values()), default=0)
 
 
 def _by_sender(route: Route, move: KVMove) -> dict:
@@ -147,18 +176,41 @@ def _by_sender(route: Route, move: KVMove) -> dict:
 
 
 def move_weights(route: Route, moved: dict[str, jax.Array], head_dims: dict[str, int]) -> dict[str, jax.Array]:
-    """One layer's projections: gathered along the head dimension where the destination keeps them whole, or cut."""
+    """One layer's projections: cut along axes that split heads from now on, then gathered along those that did.
+
+    A rank's heads lie as [sizes of the axes that do not split them, in the mesh's order..., heads per block].
+    """
     sizes = {axis.name: axis.size for axis in route.src.axes}
-    for axis in route.weights.gather_axes:
-        moved = {n: jax.lax.all_gather(w, axis, axis=head_dims[n], tiled=True) for n, w in moved.items()}
+    whole = [name for name in sizes if name not in route.src.head_axes]
     for axis in route.weights.slice_axes:
-        moved = {n: _own_slice(w, axis, sizes[axis], head_dims[n]) for n, w in moved.items()}
+        before = math.prod(sizes[name] for name in whole[: whole.index(axis)])
+        moved = {n: _own_part(w, head_dims[n], before, axis, sizes[axis]) for n, w in moved.items()}
+        whole.remove(axis)
+    if gathered := route.weights.gather_axes:
+        have = [*gathered, *whole]
+        order = sorted(range(len(have)), key=lambda i: list(sizes).index(have[i]))
+        lead = [sizes[name] for name in have]
+        for n, w in moved.items():
+            w = jax.lax.all_gather(w, gathered, axis=head_dims[n], tiled=True)
+            moved = moved | {n: _reordered(w, head_dims[n], lead, order)}
     return moved
 
 
-def _own_slice(w: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
-    width = w.shape[dim] // size
-    return jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(axis) * width, width, dim)
+def _own_part(w: jax.Array, dim: int, before: int, axis: str, size: int) -> jax.Array:
+    """This rank's part of dimension `dim`, [before, size, rest] in one, along an axis."""
+    shape = w.shape
+    cut = w.reshape(*shape[:dim], before, size, shape[dim] // (before * size), *shape[dim + 1 :])
+    mine = jax.lax.dynamic_slice_in_dim(cut, jax.lax.axis_index(axis), 1, dim + 1)
+    return mine.reshape(*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+
+
+def _reordered(w: jax.Array, dim: int, lead: list[int], order: list[int]) -> jax.Array:
+    """Dimension `dim`, [*lead, rest] in one, with its leading parts in another order."""
+    if order == sorted(order):
+        return w
+    cut = w.reshape(*w.shape[:dim], *lead, -1, *w.shape[dim + 1 :])
+    moves = [*range(dim), *(dim + i for i in order), *range(dim + len(lead), cut.ndim)]
+    return cut.transpose(moves).reshape(w.shape)
 
 
 def move_pool(route: Route, pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
@@ -181,16 +233,15 @@ def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array,
     """Write one round of moves out of `old` into `new`, both [grains, grain, width]."""
     if route.sends + route.locals == 0:
         return new
-    names = route.src.axis_names
     taken = old.at[read[0]].get(mode="clip")
     if route.locals:
         new = new.at[write[0, : route.locals]].set(taken[: route.locals], mode="drop")
     if route.sends:
         buffer = taken[route.locals :]
         if route.gathers:
-            arrived = jax.lax.all_gather(buffer, names, axis=0, tiled=True)
+            arrived = jax.lax.all_gather(buffer, route.axes, axis=0, tiled=True)
         else:
-            arrived = jax.lax.all_to_all(buffer, names, split_axis=0, concat_axis=0, tiled=True)
+            arrived = jax.lax.all_to_all(buffer, route.axes, split_axis=0, concat_axis=0, tiled=True)
         new = new.at[write[0, route.locals :]].set(arrived, mode="drop")
     return new
 
@@ -235,7 +286,7 @@ def cut_route(route: Route, parts: int) -> tuple[Route, Route]:
     A history that grows while it moves takes pages of either layout as they come, so any page may have to be relocated.
     """
     sends = -(-route.sends // parts)
-    relocated = -(-min(route.src_pages, route.dst_pages) * route.src_per_page // parts)
+    relocated = -(-min(route.src_pages, route.dst_pages) * route.per_page // parts)
     whole = replace(route, sends=sends * parts, locals=relocated * parts)
     return whole, replace(route, sends=sends, locals=relocated)
 
@@ -252,11 +303,13 @@ def cut_maps(whole: Route, parts: int, maps: Maps) -> list[Maps]:
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:
-    """The route that a plan takes; unless `sends` says otherwise, an exchange has room for all of it in one round."""
+    """The route that a plan takes, whoever made it; unless `sends` says otherwise, it has room for all of it."""
     before, after = plan.before, plan.after
     route = make_route(
         shapes, before.layout, after.layout, before.pages_per_rank, after.pages_per_rank, plan.weights, sends
     )
-    if sends is not None or route.gathers or plan.kv.busiest_pair <= route.sends:
+    if any(_place(route, a) != _place(route, b) for a, b in plan.kv.sent):  # requests that leave their owner
+        route = replace(route, axes=route.src.axis_names, gathers=False, in_rounds=False)
+    if sends is not None or route.in_rounds:
         return route
-    return replace(route, sends=plan.kv.busiest_pair)
+    return replace(route, sends=max(route.sends, _fullest(route, plan.kv)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splash_jax.kv import PagePool, TwinPool
-from splash_jax.ownership import Bucket, Layout
+from splash_jax.ownership import Bucket, Layout, free_axes
 from splash_jax.scheduler.request import Request, Status
 
 
@@ -131,13 +131,21 @@ class Scheduler:
         )
 
     def new_homes(self, pool: PagePool, dst: Layout) -> dict[str, int] | None:
-        """Homes in `dst` by expected growth, largest first; None where the layout so far ties a history to its home."""
-        if not dst.owner_axes or pool.layout.owner_axes:
+        """Homes in `dst` by expected growth, largest first, chosen anew along the axes where owners appear.
+
+        None where there are none: the layout so far ties a history to its home.
+        """
+        free = free_axes(pool.layout, dst)
+        if not free:
             return None
+        kept = [name for name in dst.axis_names if name not in free]
+        place = [dst.index(rank, kept) for rank in range(dst.size)]
         load = [(0, 0)] * dst.size
         homes: dict[str, int] = {}
         for request in sorted(self.running, key=lambda r: (-r.max_total, r.name)):
-            home = homes[request.name] = self._lightest(load)
+            old = pool.home(request.name)
+            home = self._lightest(dst, load, [rank for rank in range(dst.size) if place[rank] == place[old]])
+            homes[request.name] = home
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
         return homes
 
@@ -146,14 +154,26 @@ class Scheduler:
         for request in self.running:
             home = pool.home(request.name)
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
-        return self._lightest(load)
+        return self._lightest(pool.layout, load, list(range(pool.layout.size)))
 
-    def _lightest(self, load: list[tuple[int, int]]) -> int:
-        """Of the ranks below an even share of the slots, the one with the least history once all have grown to their
-        ends, then the fewest requests. `load` holds (requests, tokens) of every rank.
+    def _lightest(self, layout: Layout, load: list[tuple[int, int]], ranks: list[int]) -> int:
+        """Of `ranks`, one of the lightest group of owners, and in it the lightest rank; both below an even share of the
+        slots. Lightest: the least history once all have grown to their ends, then the fewest requests. `load` holds
+        (requests, tokens) of every rank.
         """
-        cap = -(-self._num_slots // len(load))
-        return min(range(len(load)), key=lambda rank: (load[rank][0] >= cap, load[rank][1], load[rank][0], rank))
+        groups = [(0, 0)] * layout.owner_groups
+        for rank, (count, total) in enumerate(load):
+            group = layout.group_of(rank)
+            groups[group] = (groups[group][0] + count, groups[group][1] + total)
+
+        def weight(one: tuple[int, int], parts: int) -> tuple[bool, int, int]:
+            return one[0] >= -(-self._num_slots // parts), one[1], one[0]
+
+        def key(rank: int) -> tuple[object, ...]:
+            group = groups[layout.group_of(rank)]
+            return (*weight(group, len(groups)), *weight(load[rank], len(load)), rank)
+
+        return min(ranks, key=key)
 
     def _preempt_youngest(self, pool: Pool, needy: Request) -> Request:
         """Put the youngest request that shares a rank with `needy` back at the head of the queue."""

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from splash_jax.errors import LayoutError
 from splash_jax.layouts import ROLES, AbstractRole, attention_mesh, local_spec, make_layout, pool_spec, row_spec
 from splash_jax.layouts.specs import check_heads, weight_spec
+from splash_jax.ownership import History, Placement, Projections
 
 ONE, TWO = {"rank": 4}, {"node": 2, "chip": 4}
 
@@ -19,8 +20,9 @@ def test_a_role_is_registered_under_its_name(name):
     assert [(a.name, a.size, a.role, a.placement) for a in layout.axes] == [("rank", 4, name, role.placement)]
 
 
-def test_no_two_roles_place_alike():
-    assert len({role.placement for role in ROLES.values()}) == len(ROLES)
+def test_the_roles_fill_the_grid():
+    cells = {Placement(projections, history) for projections in Projections for history in History}
+    assert {role.placement for role in ROLES.values()} == cells and len(ROLES) == len(cells)
 
 
 def test_every_spelling_of_one_layout():
@@ -37,9 +39,9 @@ def test_every_spelling_of_one_layout():
 @pytest.mark.parametrize(
     ("roles", "mesh", "words"),
     [
-        ("pp", ONE, "unknown layout 'pp' for axis 'rank'; choose one of tp, dp, cp, dop"),
-        ("", ONE, "unknown layout '' for axis 'rank'"),
-        ("TP", ONE, "unknown layout 'TP' for axis 'rank'"),
+        ("pp", ONE, "unknown layout 'pp'; choose one of tp, dp, cp, dop, dcp, rep"),
+        ("", ONE, "unknown layout ''; choose"),
+        ("TP", TWO, "unknown layout 'TP'; choose"),
         ("node=cp,chip=x", TWO, "unknown layout 'x' for axis 'chip'"),
         ("node=cp", TWO, r"layout 'node=cp' names axes \['node'\]; the mesh has \['node', 'chip'\]"),
         ("node=cp,chip=cp,pod=cp", TWO, r"names axes \['chip', 'node', 'pod'\]; the mesh has \['node', 'chip'\]"),
@@ -62,7 +64,14 @@ def test_an_axis_named_twice_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "heads", "rows"),
-    [("tp", ("rank",), P()), ("dp", None, P("rank")), ("cp", None, P()), ("dop", ("rank",), P(None))],
+    [
+        ("tp", ("rank",), P()),
+        ("dp", None, P("rank")),
+        ("cp", None, P()),
+        ("dop", ("rank",), P(None)),
+        ("dcp", ("rank",), P()),
+        ("rep", None, P()),
+    ],
 )
 def test_specs_follow_the_placement(name, heads, rows):
     layout = make_layout(name, ONE)

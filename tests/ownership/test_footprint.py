@@ -1,5 +1,8 @@
 """Bytes per rank: Eq. 1, the pages a budget leaves, and the paper's counts for whole models (Eq. 9)."""
 
+import itertools
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +16,7 @@ from splash_jax.models.load import leaf_bytes
 from splash_jax.ownership import KVShape, StateBytes, footprint, pages_that_fit
 from splash_jax.ownership.footprint import IN_TRANSIT, kv_bytes, projection_bytes
 from splash_jax.ownership.plan import weight_move
-from tests.support import SMALL
+from tests.support import MESHES, SMALL
 
 MIB = 2**20
 STATE = StateBytes(projections=8 * 840, common=1000, kv_per_token=10, num_layers=3)
@@ -46,13 +49,32 @@ def layouts(size: int):
 
 @pytest.mark.parametrize("T", [1, 2, 4, 8])
 def test_footprints_of_eq_1(T):
-    """Projections W or W / T; history B s k on every rank in tp, 1/T of it elsewhere."""
+    """Projections W or W / T; history B s k on every rank where all hold it, 1/T of it elsewhere."""
     W, Bks = STATE.projections * STATE.num_layers, 16 * 64 * STATE.kv_per_token * STATE.num_layers
     got = {
         role: (projection_bytes(STATE, layout), kv_bytes(STATE, layout, [64] * 16))
         for role, layout in layouts(T).items()
     }
-    assert got == {"tp": (W // T, Bks), "dp": (W, Bks // T), "cp": (W, Bks // T), "dop": (W // T, Bks // T)}
+    assert got == {
+        "tp": (W // T, Bks),
+        "dp": (W, Bks // T),
+        "cp": (W, Bks // T),
+        "dop": (W // T, Bks // T),
+        "dcp": (W // T, Bks // T),
+        "rep": (W, Bks),
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("roles", list(itertools.product(ROLES, repeat=2)), ids="-".join)
+def test_footprints_of_two_axes_multiply(roles, mesh):
+    """Eq. 1 axis by axis: each divides the projections, the history, both or neither."""
+    layout = make_layout(dict(zip(mesh, roles, strict=True)), mesh)
+    W, Bks = STATE.projections * STATE.num_layers, 16 * 64 * STATE.kv_per_token * STATE.num_layers
+    split = math.prod(n for role, n in zip(roles, mesh.values(), strict=True) if role in ("tp", "dop", "dcp"))
+    apart = math.prod(n for role, n in zip(roles, mesh.values(), strict=True) if role not in ("tp", "rep"))
+    assert projection_bytes(STATE, layout) == W // split
+    assert kv_bytes(STATE, layout, [64] * 16) == Bks // apart
 
 
 @given(
@@ -88,7 +110,7 @@ def test_split_projections_leave_more_pages():
         role: pages_that_fit(STATE, layout, page_size=4, budget=budget, reserve=0)
         for role, layout in layouts(4).items()
     }
-    assert pages["dop"] == pages["tp"] > pages["dp"] == pages["cp"]
+    assert pages["dop"] == pages["tp"] == pages["dcp"] > pages["dp"] == pages["cp"] == pages["rep"]
 
 
 def test_deepseek_v3_in_bf16():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,9 +25,16 @@ def one(role: str, size: int = 4) -> Layout:
 
 @pytest.mark.parametrize(
     ("role", "head_shards", "owner_groups", "position_shares", "everywhere"),
-    [("tp", 4, 1, 1, True), ("dp", 1, 4, 1, False), ("cp", 1, 1, 4, False), ("dop", 4, 4, 1, False)],
+    [
+        ("tp", 4, 1, 1, True),
+        ("dp", 1, 4, 1, False),
+        ("cp", 1, 1, 4, False),
+        ("dop", 4, 4, 1, False),
+        ("dcp", 4, 1, 4, False),
+        ("rep", 1, 1, 1, True),
+    ],
 )
-def test_the_four_layouts_of_the_paper(role, head_shards, owner_groups, position_shares, everywhere):
+def test_the_layouts_of_one_axis(role, head_shards, owner_groups, position_shares, everywhere):
     layout = one(role)
     assert (layout.head_shards, layout.owner_groups, layout.position_shares) == (
         head_shards,
@@ -79,6 +87,18 @@ def test_ranks_are_row_major_over_axes():
     assert [layout.share_of(r) for r in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert layout.holders(5) == (4, 5, 6, 7)
     assert [layout.lag(5, r) for r in layout.holders(5)] == [3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout}-{layout.size}")
+def test_a_rank_holds_the_head_blocks_that_agree_with_it(layout):
+    """A cut dimension gives part i of it to rank i of the axes that split heads, so the parts lie in that order."""
+    blocks = np.asarray(layout.head_blocks()).reshape(layout.head_shards, -1)
+    for rank in range(layout.size):
+        mine = blocks[layout.index(rank, layout.head_axes)].tolist()
+        agree = [
+            b for b in range(layout.size) if layout.index(b, layout.head_axes) == layout.index(rank, layout.head_axes)
+        ]
+        assert mine == agree and rank in mine
 
 
 def test_layouts_are_values():

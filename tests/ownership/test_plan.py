@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages, StateBytes, SwitchPlan, apply, plan_switch
 from splash_jax.ownership.manifest import owner_pages_needed
 from splash_jax.ownership.plan import weight_move
+from splash_jax.ownership.travel import travel_axes
+from tests.support import DIRECTIONS, MESHES
 
-DIRECTIONS = [(a, b) for a in ROLES for b in ROLES if a != b]
 PAGE, WIDTH = 4, 10
 STATE = StateBytes(projections=8 * 105 * 4, common=0, kv_per_token=WIDTH, num_layers=3)
 GARBAGE = -1
+SPLIT = ("tp", "dop", "dcp")
+HISTORY = {"tp": "all", "rep": "all", "dp": "request", "dop": "request", "cp": "position", "dcp": "position"}
 
 
 def one(role: str, size: int) -> Layout:
@@ -65,8 +69,12 @@ def assert_holds(manifest: Manifest, arrays: list[np.ndarray]) -> None:
         assert arrays[rank].reshape(-1)[slot] == content, (rank, slot)
 
 
-def check_plan(plan: SwitchPlan) -> None:
+def check_plan(plan: SwitchPlan, moved_home: bool = False) -> None:
     """What must be true of a plan besides arriving."""
+    src, dst = plan.before.layout, plan.after.layout
+    still = [name for name in src.axis_names if name not in travel_axes(src, dst)]
+    if not moved_home:
+        assert all(src.index(a, still) == src.index(b, still) for a, b in plan.kv.sent), "sent along other axes"
     before, after = plan.before, plan.after
     have = {rank: {c for (r, _), c in slots_of(before).items() if r == rank} for rank in range(before.layout.size)}
     arrays = fill(before, plan.kv.grain)
@@ -87,6 +95,13 @@ def check_plan(plan: SwitchPlan) -> None:
         assert all(0 <= page < after.pages_per_rank for page in pages)
     if not plan.kv.sent:
         assert plan.kv.primitive == "discard"
+    elif plan.kv.primitive == "all_gather" and not moved_home:  # then one buffer per sender serves all its receivers
+        groups: dict[int, dict[int, set[int]]] = {}
+        for (source, destination), pairs in plan.kv.sent.items():
+            groups.setdefault(source, {})[destination] = set(pairs[:, 0].tolist())
+        size = math.prod(axis.size for axis in src.axes if axis.name not in still)
+        for receivers in groups.values():
+            assert len(receivers) == size - 1 and len({frozenset(grains) for grains in receivers.values()}) == 1
     json.dumps(plan.summary())
 
 
@@ -109,7 +124,7 @@ def situations(draw):
 def test_a_plan_reaches_its_target_and_back(situation):
     now, dst, homes, room = situation
     plan = plan_switch(now, dst, pages_per_rank=room, state=STATE, homes=homes)
-    check_plan(plan)
+    check_plan(plan, bool(homes))
     assert (plan.before, plan.after.layout, plan.after.pages_per_rank) == (now, dst, room)
     for name, request in now.requests.items():
         there = plan.after.requests[name]
@@ -120,7 +135,7 @@ def test_a_plan_reaches_its_target_and_back(situation):
 
     old = {name: request.home for name, request in now.requests.items()}
     back = plan_switch(plan.after, now.layout, pages_per_rank=now.pages_per_rank, state=STATE, homes=old)
-    check_plan(back)
+    check_plan(back, bool(homes))
     returned = apply(back, arrived)
     assert_holds(back.after, returned)
     assert {n: (r.home, r.num_tokens) for n, r in back.after.requests.items()} == {
@@ -139,17 +154,26 @@ def test_a_walk_through_three_layouts_keeps_everything(situation, third):
     assert_holds(onward.after, apply(onward, [a.reshape(-1, onward.kv.grain) for a in arrays]))
 
 
+SIZES = [pytest.param(name, marks=pytest.mark.slow) if name == "2x4" else name for name in MESHES]
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("roles", list(itertools.product(ROLES, repeat=2)), ids="-".join)
-def test_hybrids_on_two_axes_reach_every_layout_of_two_axes(roles):
-    mesh = {"node": 2, "chip": 2}
+def test_hybrids_on_two_axes_reach_every_layout_of_two_axes(roles, size):
+    mesh = MESHES[size]
     kv = KVShape(page_size=PAGE, interleave=2, bytes_per_token=WIDTH)
     requests = {"a": (0, 13), "b": (3, 1), "c": (1, 24), "d": (2, 0), "e": (2, 7)}
-    now = scatter(make_layout(dict(zip(mesh, roles, strict=True)), mesh), kv, requests, 2, 0)
+    src = make_layout(dict(zip(mesh, roles, strict=True)), mesh)
+    now = scatter(src, kv, requests, 2, 0)
     for others in itertools.product(ROLES, repeat=2):
         dst = make_layout(dict(zip(mesh, others, strict=True)), mesh)
         plan = plan_switch(now, dst, pages_per_rank=max(owner_pages_needed(kv, dst, requests)) + 1, state=STATE)
         check_plan(plan)
         assert_holds(plan.after, apply(plan, fill(now, plan.kv.grain)))
+        before, after = (set(layout.head_axes) for layout in (src, dst))
+        parts = lambda axes: math.prod(mesh[axis] for axis in axes)  # noqa: E731
+        kept = STATE.projections // parts(before | after)  # Eq. 3: a rank keeps the heads that both layouts give it
+        assert plan.weights.bytes_per_rank == STATE.projections // parts(after) - kept
 
 
 @pytest.mark.parametrize("T", [2, 4, 8])
@@ -162,18 +186,18 @@ def test_balanced_requests_cost_what_eq_2_and_3_say(src, dst, T, interleave):
     now = scatter(one(src, T), kv, {f"r{i}": (i % T, tokens) for i in range(count)}, 0, 1)
     plan = plan_switch(now, one(dst, T), pages_per_rank=count * T, state=STATE)
     Bsk, W = count * tokens * WIDTH, STATE.projections
-    if dst == "tp":
-        primitive, received = "all_gather", Bsk * (T - 1) // T
-    elif {src, dst} in ({"cp", "dp"}, {"cp", "dop"}):
-        primitive, received = "all_to_all", Bsk * (T - 1) // T // T
-    else:
+    before, after = (HISTORY[role] for role in (src, dst))
+    if before == "all" or before == after:
         primitive, received = "discard", 0
+    elif after == "all":
+        primitive, received = "all_gather", Bsk * (T - 1) // T
+    else:
+        primitive, received = "all_to_all", Bsk * (T - 1) // T // T
     assert plan.kv.primitive == primitive
     assert plan.kv.bytes_received(T) == [received] * T
-    gathers = src in ("tp", "dop") and dst in ("cp", "dp")
+    gathers = src in SPLIT and dst not in SPLIT
     assert plan.weights.bytes_per_rank == (W * (T - 1) // T if gathers else 0)
-    whole = src in ("cp", "dp")
-    expected = "all_gather" if gathers else "discard" if whole and dst in ("tp", "dop") else "keep"
+    expected = "all_gather" if gathers else "discard" if src not in SPLIT and dst in SPLIT else "keep"
     assert plan.weights.primitive == expected
     assert plan.bytes_per_rank() == [3 * (received + plan.weights.bytes_per_rank)] * T
 
@@ -231,5 +255,6 @@ def test_weights_of_hybrids():
         ("node=dop,chip=dop", "node=dop,chip=cp", W // 2 - W // 8),
         ("node=tp,chip=tp", "node=dp,chip=tp", W // 4 - W // 8),
         ("node=tp,chip=tp", "node=dp,chip=dp", W - W // 8),
+        ("node=tp,chip=dp", "node=dp,chip=tp", W // 4 - W // 8),
     ]:
         assert weight_move(layout(src), layout(dst), STATE).bytes_per_rank == received, (src, dst)

@@ -17,6 +17,7 @@ from splash_jax.scheduler import Request, SamplingParams, Status
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
+Move = str | tuple[str, str]  # a layout, or a layout and how to switch to it
 
 
 class LLM:
@@ -64,13 +65,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        switches: Mapping[int, str] | None = None,
+        switches: Mapping[int, Move] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), in order.
 
         `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch
-        happens inside that step. `on_step` is called with the record of every step whose results were read.
+        happens inside that step. A pair such as `("dp", "spread")` also says how; see `switch`. `on_step` is called with the record of every step whose results were read.
 
         Raises `RequestError` for a prompt or setting that cannot be served, and `LayoutError` for an unknown layout:
         nothing is queued then. When a switch could not be made, its `SwitchRefused` (or `LayoutError`, where the engine
@@ -94,7 +95,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        switches: Mapping[int, str] | None = None,
+        switches: Mapping[int, Move] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete one conversation or several, rendered with the checkpoint's own chat template."""
@@ -106,7 +107,7 @@ class LLM:
         ids = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
         return self.generate(ids, sampling_params, switches=switches, on_step=on_step)
 
-    def logits(self, token_ids: Sequence[int], *, switches: Mapping[int, str] | None = None) -> np.ndarray:
+    def logits(self, token_ids: Sequence[int], *, switches: Mapping[int, Move] | None = None) -> np.ndarray:
         """Logits after each of the given tokens, f32[len, vocab], computed by the serving path: chunked and paged."""
         self._check_switches(switches)
         request = self.engine.add_request(self._name(), list(token_ids), SamplingParams(), score=True)
@@ -138,19 +139,20 @@ class LLM:
     def switch(self, dst: str, *, mode: str = "splash") -> SwitchPlan:
         """Switch to `dst` at the next step boundary, from any thread; returns the plan carried out.
 
-        `mode` is "splash", inside the step, or "blocking", all state before it; outputs do not depend on it. Requests
-        that run keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
+        `mode` is "splash", inside the step; "spread", over several ordinary steps (where the engine was built with it
+        in `switch_modes`); or "blocking", all state before the step. Outputs do not depend on it. Requests that run
+        keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
         """
         future = self.engine.request_switch(dst, mode)
         self._drive(lambda: not future.done())
         self._settle()
         return future.result()
 
-    def _check_switches(self, switches: Mapping[int, str] | None) -> None:
+    def _check_switches(self, switches: Mapping[int, Move] | None) -> None:
         for step, name in (switches or {}).items():
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise RequestError(f"switches maps steps, whole numbers from 0, to layouts; got step {step!r}.")
-            self.engine.allowed_layout(name)
+            self.engine.allowed_switch(*_move(name))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -185,7 +187,7 @@ class LLM:
     def _run(
         self,
         requests: list[Request],
-        switches: Mapping[int, str] | None,
+        switches: Mapping[int, Move] | None,
         on_step: Callable[[StepRecord], None] | None,
     ) -> SplashError | None:
         """Drive requests to their ends; the first reason why one of their switches was not made, if any.
@@ -197,7 +199,7 @@ class LLM:
         try:
             while any(request.status is not Status.FINISHED for request in requests):
                 if step in pending:
-                    futures.append(self.engine.request_switch(pending.pop(step)))
+                    futures.append(self.engine.request_switch(*_move(pending.pop(step))))
                 self.engine.step()
                 step += 1
                 if on_step:
@@ -265,6 +267,10 @@ class LLM:
                 }
             )
         return tuple(result)
+
+
+def _move(move: Move) -> tuple[str, str]:
+    return (move, "splash") if isinstance(move, str) else move
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -45,8 +45,15 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "max_num_seqs", "max_num_batched_tokens", "prefill_tile", "block_size", "spread_layers",
-                     "spread_parts"):
+        for name in (
+            "num_devices",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_tile",
+            "block_size",
+            "spread_layers",
+            "spread_parts",
+        ):
             self._positive(name, getattr(self, name))
         for name in ("max_model_len", "cp_interleave", "device_memory_bytes"):
             if getattr(self, name) is not None:

@@ -159,14 +159,21 @@ class Engine:
         """Switch at the next step boundary. The future holds the plan carried out, or why nothing has changed:
         `SwitchRefused`, or `LayoutError` for a direction that the engine was not built for.
         """
-        if mode not in self.config.switch_modes:
-            raise LayoutError(f"switch mode {mode!r} is not among the allowed {', '.join(self.config.switch_modes)}.")
-        layout, future = self.allowed_layout(dst), Future()
+        (layout, how), future = self.allowed_switch(dst, mode), Future()
         self.raise_if_failed()
-        self._switches.append((layout, SwitchMode(mode), future))
+        self._switches.append((layout, how, future))
         if self._failed is not None:  # just now, and perhaps without having seen this one
             self._fail_switches()
         return future
+
+    def allowed_switch(self, dst: str, mode: str) -> tuple[Layout, SwitchMode]:
+        """A switch's layout and mode by name; raises `LayoutError` for one that this engine was not built for."""
+        if mode not in self.config.switch_modes:
+            allowed = ", ".join(self.config.switch_modes)
+            raise LayoutError(
+                f"switch mode {mode!r} is not among the allowed {allowed}; build it in with switch_modes."
+            )
+        return self.allowed_layout(dst), SwitchMode(mode)
 
     def allowed_layout(self, name: str) -> Layout:
         """The layout of a name; raises `LayoutError` for one that this engine was not built for."""

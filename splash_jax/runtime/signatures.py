@@ -21,7 +21,16 @@ from splash_jax.runtime.keys import BeginKey, HandoverKey, Key, PartKey, ResetKe
 from splash_jax.runtime.sampler import SamplerState
 from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
 from splash_jax.runtime.step import Step, reorder_rows
-from splash_jax.runtime.transfer import Route, fresh_shape, map_widths, move_part, move_pool, move_weights, resized, scatter_round
+from splash_jax.runtime.transfer import (
+    Route,
+    fresh_shape,
+    map_widths,
+    move_part,
+    move_pool,
+    move_weights,
+    resized,
+    scatter_round,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,12 @@ class _Run:
 
     def _move_part(self, beside: StepKey | None = None, args: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """Move the next part of the first layer on the move; returns what the layer beside it returns."""
-        spread, moving, layers, pools = self.spread, self.spread.moving[0], self.state.weights["layers"], self.state.pools
+        spread, moving, layers, pools = (
+            self.spread,
+            self.spread.moving[0],
+            self.state.weights["layers"],
+            self.state.pools,
+        )
         keeps = spread.route.weights.primitive == "keep"
         old = ({} if keeps else layers[moving.layer]["moved"], pools[moving.layer])
         if moving.new is None:

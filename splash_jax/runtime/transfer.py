@@ -295,7 +295,9 @@ def cut_maps(whole: Route, parts: int, maps: Maps) -> list[Maps]:
     """One round of a whole route's moves, in parts."""
     T, read, write = whole.src.size, maps.read, maps.write
     local = lambda x: np.split(x[:, : whole.locals], parts, 1)  # noqa: E731
-    sent = lambda x: [p.reshape(T, -1) for p in np.split(x[:, whole.locals :].reshape(T, -1, max(1, whole.sends)), parts, 2)]  # noqa: E731
+    sent = lambda x: [
+        p.reshape(T, -1) for p in np.split(x[:, whole.locals :].reshape(T, -1, max(1, whole.sends)), parts, 2)
+    ]  # noqa: E731
     if not whole.sends:
         return [Maps(r, w) for r, w in zip(local(read), local(write), strict=True)]
     join = lambda x: [np.concatenate(pair, 1) for pair in zip(local(x), sent(x), strict=True)]  # noqa: E731

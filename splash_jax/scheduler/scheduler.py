@@ -242,6 +242,8 @@ class _Step:
 
     def buckets(self, largest: bool) -> tuple[Bucket, ...]:
         """The smallest bucket that holds the rows; of two layouts, the bucket at the same place from the end."""
-        choices = list(zip(*(side.buckets[-2:] if len(self._sides) > 1 else side.buckets for side in self._sides), strict=True))
+        choices = list(
+            zip(*(side.buckets[-2:] if len(self._sides) > 1 else side.buckets for side in self._sides), strict=True)
+        )
         fits = (c for c in choices if all(side.fits(b) for side, b in zip(self._sides, c, strict=True)))
         return choices[-1] if largest else next(fits, choices[-1])

@@ -1,6 +1,7 @@
 """A long random life: requests come, end and are given up at every point while the layout changes under them."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ from tests.engine.conftest import TOLERANCE, add, greedy, teacher_forced, tokens
 from tests.support import LAYOUTS, assert_all_free, make_llm
 
 
-def walk(llm: LLM, switches: int, seed: int) -> list[Request]:
-    """Random traffic with so many switches; returns every request there was."""
+def walk(llm: LLM, switches: int, seed: int, modes: Sequence[str] = ("splash",)) -> list[Request]:
+    """Random traffic with so many switches, each in one of `modes`; returns every request there was."""
     rng, engine = random.Random(seed), llm.engine
     requests: list[Request] = []
     asked, layout = 0, llm.layout
@@ -29,7 +30,7 @@ def walk(llm: LLM, switches: int, seed: int) -> list[Request]:
                 engine.abort(rng.choice(alive).name)
             if step == 0 or rng.random() < 0.8:
                 layout = rng.choice([name for name in LAYOUTS if name != layout])
-                engine.request_switch(layout)
+                engine.request_switch(layout, rng.choice(modes))
                 asked += 1
 
     add_first = add(llm, tokens(5, 10_000), greedy(3, logprobs=0))

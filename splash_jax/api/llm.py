@@ -71,7 +71,8 @@ class LLM:
         """Complete prompts (text or token ids), in order.
 
         `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch
-        happens inside that step. A pair such as `("dp", "spread")` also says how; see `switch`. `on_step` is called with the record of every step whose results were read.
+        happens inside that step. A pair such as `("dp", "spread")` also says how; see `switch`. `on_step` is called
+        with the record of every step whose results were read.
 
         Raises `RequestError` for a prompt or setting that cannot be served, and `LayoutError` for an unknown layout:
         nothing is queued then. When a switch could not be made, its `SwitchRefused` (or `LayoutError`, where the engine

@@ -293,15 +293,16 @@ def cut_route(route: Route, parts: int) -> tuple[Route, Route]:
 
 def cut_maps(whole: Route, parts: int, maps: Maps) -> list[Maps]:
     """One round of a whole route's moves, in parts."""
-    T, read, write = whole.src.size, maps.read, maps.write
-    local = lambda x: np.split(x[:, : whole.locals], parts, 1)  # noqa: E731
-    sent = lambda x: [
-        p.reshape(T, -1) for p in np.split(x[:, whole.locals :].reshape(T, -1, max(1, whole.sends)), parts, 2)
-    ]  # noqa: E731
-    if not whole.sends:
-        return [Maps(r, w) for r, w in zip(local(read), local(write), strict=True)]
-    join = lambda x: [np.concatenate(pair, 1) for pair in zip(local(x), sent(x), strict=True)]  # noqa: E731
-    return [Maps(r, w) for r, w in zip(join(read), join(write), strict=True)]
+    ranks = whole.src.size
+
+    def cut(slots: np.ndarray) -> list[np.ndarray]:
+        local = np.split(slots[:, : whole.locals], parts, 1)
+        if not whole.sends:
+            return local
+        sent = np.split(slots[:, whole.locals :].reshape(ranks, -1, whole.sends), parts, 2)
+        return [np.concatenate([a, b.reshape(ranks, -1)], 1) for a, b in zip(local, sent, strict=True)]
+
+    return [Maps(read, write) for read, write in zip(cut(maps.read), cut(maps.write), strict=True)]
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:

@@ -12,7 +12,6 @@ from splash_jax.kv import PagePool, TwinPool
 from splash_jax.ownership import Bucket, Layout, free_axes
 from splash_jax.scheduler.request import Request, Status
 
-
 Pool = PagePool | TwinPool
 
 

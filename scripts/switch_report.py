@@ -62,7 +62,7 @@ def _row(direction: dict[str, Any], timed: list[dict[str, Any]], devices: int, p
     wall = {mode: values(mode, "wall") for mode in ("ready", "blocking", "splash")}
     cpu = {mode: float(np.median(values(mode, "cpu"))) for mode in wall}
     over = {mode: wall[mode] - wall["ready"] for mode in ("blocking", "splash")}
-    spread = {
+    spread: dict[str, Any] = {
         f"{mode}_over_p{p}": float(np.percentile(over[mode], p)) for mode in over for p in (25, 50, 75, 95)
     }  # fmt: skip
     blocking, splash = spread["blocking_over_p50"], spread["splash_over_p50"]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support import write_checkpoint
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -82,7 +84,8 @@ def test_the_table_the_csv_and_the_picture(report: Any, tmp_path: Path, capsys: 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]], ids=["one process", "two processes"])
 def test_a_tiny_run(tmp_path: Path, more: list[str]) -> None:
     files = ["--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")]
-    size = ["--devices", "2", "--layers", "2", "--batch", "2", "--context", "64", "--runs", "3"]
+    model = write_checkpoint(tmp_path / "model", num_hidden_layers=2, first_k_dense_replace=2)
+    size = ["--model", str(model), "--devices", "2", "--batch", "2", "--context", "64", "--runs", "3"]
     command = [sys.executable, "scripts/bench_switch.py", *size, "--layouts", "tp,cp", "--prefill", "8", *files, *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

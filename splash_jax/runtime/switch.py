@@ -26,7 +26,7 @@ class Switch(NamedTuple):
 
     plan: SwitchPlan
     route: Route
-    rounds: tuple[tuple[jax.Array, jax.Array], ...]  # see `transfer.Maps`; empty where nothing moves
+    rounds: tuple[tuple[jax.Array, ...], ...]  # see `transfer.Maps`; empty where nothing moves
     mode: SwitchMode
 
 

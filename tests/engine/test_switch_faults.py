@@ -204,7 +204,7 @@ EARLY = {  # what fails, before any state is touched
 
 
 def some_early() -> list[Any]:
-    quick = {("tp", "cp"), ("dp", "tp"), ("dop", "tp")}
+    quick = {("tp", "cp"), ("dp", "tp")}
     return [
         pytest.param(src, dst, what, id=f"{src}-{dst}-{what}", marks=() if (src, dst) in quick else pytest.mark.slow)
         for src, dst in DIRECTIONS

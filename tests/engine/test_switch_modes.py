@@ -62,7 +62,10 @@ def test_all_three_give_the_same(llm: LLM, fixed: dict[str, Told], src: str, dst
             assert max(abs(a - b) for a, b in zip(logprobs, same, strict=True)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("src", "dst"), DIRECTIONS)
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [pytest.param(*d, marks=() if d in {("cp", "tp"), ("tp", "dp")} else pytest.mark.slow) for d in DIRECTIONS],
+)
 def test_logprobs_across_a_blocking_switch_are_those_of_one_device(llm: LLM, alone: LLM, src: str, dst: str) -> None:
     told, _ = serve(llm, src, dst, "blocking")
     for prompt, (ids, logprobs) in zip(PROMPTS[::5], told[::5], strict=True):

@@ -11,25 +11,26 @@ from splash_jax import LLM
 from splash_jax.ownership import Layout, footprint
 from splash_jax.runtime import SwitchKey
 from splash_jax.runtime.batch import FLOAT_FIELDS, INT_FIELDS, local_size
-from splash_jax.runtime.shapes import MAX_STOP_IDS, sample_rows
+from splash_jax.runtime.shapes import MAX_STOP_IDS, MAX_TOP_LOGPROBS, sample_rows
 from splash_jax.runtime.transfer import map_widths
 
 
 def live_bytes(ranks: int, foreign: set[int] = frozenset()) -> np.ndarray:  # type: ignore[assignment]
-    """Bytes of live arrays on each of the first `ranks` devices, those whose ids are in `foreign` left out. i64[T]."""
+    """Bytes of live arrays on each of the first `ranks` devices, those whose ids are in `foreign` left out. i64[T].
+
+    Read from shapes and shardings: to look at a shard's data makes one more live array of it.
+    """
     held = np.zeros(len(jax.devices()), np.int64)
     for array in jax.live_arrays():
         if id(array) not in foreign and not array.is_deleted():
-            for shard in array.addressable_shards:
-                held[shard.device.id] += shard.data.nbytes
+            part = int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
+            for device in array.sharding.device_set:
+                held[device.id] += part
     return held[:ranks]
 
 
 class Residency:
-    """Watches an engine: the most bytes that its fullest rank held after a step, and between dispatches of a switch.
-
-    `ordinary` is what a rank holds beside weights and pages while nothing moves: sampler state, batches, results.
-    """
+    """Watches an engine, idle so far: what its fullest rank holds after a step and between dispatches of a switch."""
 
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.engine
@@ -37,7 +38,8 @@ class Residency:
         mine |= {id(leaf) for leaf in jax.tree.leaves(self.engine.state.sampler)}
         self._others = [array for array in jax.live_arrays() if id(array) not in mine]  # kept, so that ids stay theirs
         self._foreign = {id(array) for array in self._others}
-        self.ordinary = 0
+        state = self.engine.blueprint.state
+        self._idle = self.now() - state.common - state.num_layers * self.layer(self.engine.layout)  # sampler state
         self.switches: list[tuple[Layout, Layout, int]] = []  # and the most bytes on a rank while it went on
 
     def layer(self, layout: Layout) -> int:
@@ -52,10 +54,10 @@ class Residency:
         return int(live_bytes(self.engine.pool.layout.size, self._foreign).max())
 
     def after_step(self) -> None:
-        """Call after every step."""
-        state = self.engine.blueprint.state
-        beside = self.now() - state.common - state.num_layers * self.layer(self.engine.layout)
-        self.ordinary = max(self.ordinary, beside)
+        """After every step: one layout's state and what a step needs, nothing that is left over."""
+        state, layout = self.engine.blueprint.state, self.engine.layout
+        bound = state.common + state.num_layers * self.layer(layout) + self._idle + self._step(layout)
+        assert self.now() <= bound, f"{self.now() - bound} bytes are left over after a step in {layout}"
 
     @contextmanager
     def watching(self) -> Iterator["Residency"]:
@@ -89,7 +91,7 @@ class Residency:
         for src, dst, most in self.switches:
             layers = sorted((self.layer(src), self.layer(dst)))
             bound = state.common + state.num_layers * layers[1] + layers[0]
-            bound += self.ordinary + self._maps(src, dst) + self._step(dst)
+            bound += self._idle + self._maps(src, dst) + max(self._step(src), self._step(dst))
             assert most <= bound, f"{src} -> {dst}: {most} bytes on a rank, {most - bound} more than Eq. 5 allows"
 
     def _maps(self, src: Layout, dst: Layout) -> int:
@@ -99,9 +101,9 @@ class Residency:
         return 4 * sum(map_widths(route)) * rounds
 
     def _step(self, layout: Layout) -> int:
-        """Bytes on a rank of the inputs and the rows of the step that a switch happens in."""
+        """Bytes on a rank of the inputs and the rows of the largest step, and of the results of two."""
         shapes, bucket = self.engine.blueprint.shapes, self.engine.blueprint.buckets[layout][-1]
         rows, sampled = layout.owner_groups * bucket.rows, sample_rows(layout, bucket) // layout.size
         inputs = 3 * rows + local_size(shapes, layout, bucket) + layout.owner_groups * bucket.sequences
-        drawn = sampled * (len(FLOAT_FIELDS) + len(INT_FIELDS) + MAX_STOP_IDS)
+        drawn = sampled * (len(FLOAT_FIELDS) + len(INT_FIELDS) + MAX_STOP_IDS + 2 * 2 * (1 + MAX_TOP_LOGPROBS))
         return 4 * (inputs + drawn + rows * shapes.model.hidden_size)

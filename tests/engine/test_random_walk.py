@@ -10,7 +10,7 @@ import pytest
 from splash_jax import LLM
 from splash_jax.runtime import execute
 from splash_jax.scheduler import Request
-from tests.engine.conftest import TOLERANCE, add, greedy, teacher_forced, tokens
+from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
 from tests.engine.residency import Residency
 from tests.support import HYBRIDS, MESHES, assert_all_free, make_llm, write_checkpoint
 
@@ -113,8 +113,15 @@ def test_a_walk_of_100_switches_over_all_directions_of_hybrids(dense: Path, dens
 def test_the_walk_notices_a_source_that_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[object] = []
     monkeypatch.setattr(execute, "_free", lambda arrays: kept.append(arrays))
-    with pytest.raises(AssertionError, match=r"more than Eq\. 5 allows"):
-        walk(llm, 6, 3)
+    add(go(llm, "cp"), tokens(9, 1), greedy(4))
+    with Residency(llm).watching() as residency:
+        llm.engine.request_switch("dop")
+        llm.engine.step()
+    with pytest.raises(AssertionError, match="bytes are left over after a step in dop"):
+        residency.after_step()
+    with pytest.raises(AssertionError, match=r"cp -> dop: \d+ bytes on a rank, \d+ more than Eq\. 5 allows"):
+        residency.check()
+    drive(llm)
 
 
 @pytest.mark.slow

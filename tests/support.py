@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from splash_jax import LLM, RequestOutput
 from splash_jax.layouts import ROLES
@@ -14,6 +15,10 @@ from splash_jax.models.random_checkpoint import write_random_checkpoint
 
 LAYOUTS = tuple(ROLES)
 DIRECTIONS = list(permutations(LAYOUTS, 2))
+
+# An engine's programs take long to compile: by default its tests run in the layouts of the paper, else in all.
+USUAL = LAYOUTS[:4]
+EACH_LAYOUT = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in LAYOUTS]
 
 # Layouts of two axes: every role on either axis, owners and positions side by side, outside each other and alone.
 MESHES = {"2x2": {"node": 2, "chip": 2}, "2x4": {"node": 2, "chip": 4}}

@@ -40,7 +40,8 @@ def demo(
     console.print(f"SPLASH demo: 16 prompts, {num_devices} devices, layouts {' -> '.join(script.layouts())}.")
     llm = _start(console, model_path(model), num_devices)
     ready = perf_counter() - began
-    console.print(f"Ready after {ready:.0f} s; nothing compiles from here on. Warming up every program.")
+    count = llm.engine.programs.compiled
+    console.print(f"Ready after {ready:.0f} s with {count} programs; nothing compiles from here on. Warming them up.")
     warm = _warm_up(llm)
     scene = script.draw(llm)
     console.print(f"\nThe live run: one batch, {len(scene.switches)} switches while its requests run.")

@@ -11,7 +11,7 @@ from typer import Option
 
 from splash_jax.cli.process import prepare_process
 from splash_jax.cli.startup import STDERR, startup_bars
-from splash_jax.cli.values import byte_size, model_path, switch_steps, write_json
+from splash_jax.cli.values import byte_size, mesh_and_ranks, model_path, switch_steps, write_json
 from splash_jax.errors import SplashError
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ def generate(
     prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable.")] = None,
     prompts_file: Annotated[Path | None, Option(help="A file with one prompt per line.")] = None,
     chat: Annotated[bool, Option("--chat", help="Render prompts with the model's chat template.")] = False,
-    layout: Annotated[str, Option(help="Layout to start in: tp, dp, cp or dop.")] = "tp",
-    num_devices: Annotated[int, Option("--num-devices", "-T", min=1, help="Devices; virtual ones on CPU.")] = 1,
+    layout: Annotated[str, Option(help="Layout to start in: tp, dp, cp, dop, dcp, rep or node=dop,chip=cp.")] = "tp",
+    num_devices: Annotated[
+        int | None, Option("--num-devices", "-T", min=1, help="Devices; virtual ones on CPU. Default: --mesh's, or 1.")
+    ] = None,
+    mesh: Annotated[str | None, Option(metavar="AXES", help="Axes of the devices, e.g. node=2,chip=4.")] = None,
     switch: Annotated[list[str] | None, Option(metavar="STEP:LAYOUT", help="Switch inside a step; repeatable.")] = None,
     max_tokens: Annotated[int, Option(help="Tokens to generate per sample.")] = 64,
     temperature: Annotated[float, Option(help="0: greedy.")] = 1.0,
@@ -46,7 +49,8 @@ def generate(
     prompts = _read_prompts(prompt or [], prompts_file)
     switches = switch_steps(switch or [])
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
-    prepare_process(num_devices)
+    axes, ranks = mesh_and_ranks(mesh, num_devices)
+    prepare_process(ranks)
     from splash_jax import SamplingParams
 
     params = SamplingParams(
@@ -55,8 +59,8 @@ def generate(
     )  # fmt: skip
     seqs = max_num_seqs or min(16, len(prompts) * n)
     llm = _start(
-        model_path(model), layout, switches, num_devices=num_devices, max_model_len=max_model_len, max_num_seqs=seqs,
-        device_memory_bytes=budget, dtype=dtype,
+        model_path(model), layout, switches, num_devices=ranks, mesh=axes, max_model_len=max_model_len,
+        max_num_seqs=seqs, device_memory_bytes=budget, dtype=dtype,
     )  # fmt: skip
     began = perf_counter()
     unmade: SplashError | None = None

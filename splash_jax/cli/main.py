@@ -19,7 +19,7 @@ Examples:
 
 app = typer.Typer(
     name="splash",
-    help="LLM inference whose attention layout (tp, dp, cp, dop) is switched while requests run.",
+    help="LLM inference whose attention layout (tp, dp, cp, dop, dcp, rep) is switched while requests run.",
     epilog=EXAMPLES,
     add_completion=False,
     no_args_is_help=True,
@@ -28,7 +28,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog='\b\nExample:\n  splash generate small --chat --prompt "What is gold?" --max-tokens 40')(generate)
-app.command(epilog="\b\nExample:\n  splash plan small -T 8 --tokens 40,100,300")(plan)
+app.command(
+    epilog="\b\nExamples:\n  splash plan small -T 8 --tokens 40,100,300"
+    "\n  splash plan small --mesh node=2,chip=4 --layouts"
+)(plan)
 app.command(epilog="\b\nExample:\n  splash demo --out /tmp/splash_demo")(demo)
 
 
@@ -46,7 +49,7 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """LLM inference whose attention layout (tp, dp, cp, dop) is switched while requests run."""
+    """LLM inference whose attention layout (tp, dp, cp, dop, dcp, rep) is switched while requests run."""
 
 
 def run(arguments: list[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """`splash plan`: what every layout would hold and what every switch would move. No weights, no devices."""
 
 from dataclasses import asdict, replace
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +12,11 @@ from rich.table import Table
 from typer import Option
 
 from splash_jax.cli.process import prepare_process
-from splash_jax.cli.values import byte_size, in_bytes, model_path, token_counts, write_json
+from splash_jax.cli.values import byte_size, in_bytes, mesh_and_ranks, model_path, token_counts, write_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from splash_jax.engine import Blueprint, EngineConfig
     from splash_jax.ownership import Manifest, SwitchPlan
 
@@ -23,7 +25,11 @@ REFUSED = "refused *"  # the reason stands below the tables
 
 def plan(
     model: Annotated[str, typer.Argument(help="Checkpoint directory (config.json is enough), or `small`.")],
-    num_devices: Annotated[int, Option("--num-devices", "-T", min=1, help="Ranks of the attention mesh.")],
+    num_devices: Annotated[
+        int | None, Option("--num-devices", "-T", min=1, help="Ranks of the attention mesh; default: --mesh's.")
+    ] = None,
+    mesh: Annotated[str | None, Option(metavar="AXES", help="Axes of the ranks, e.g. node=2,chip=4.")] = None,
+    layouts: Annotated[bool, Option("--layouts", help="Only layouts: every role, or every pair of roles.")] = False,
     src: Annotated[str | None, Option(help="Only switches from this layout.")] = None,
     dst: Annotated[str | None, Option(help="Only switches to this layout.")] = None,
     tokens: Annotated[str | None, Option(help="Tokens of each live request; default: one request per rank.")] = None,
@@ -37,29 +43,51 @@ def plan(
     """Show the bytes of every layout and the plan of every switch between them."""
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
-    prepare_process(num_devices)
+    if mesh is None and num_devices is None:
+        raise typer.BadParameter("give the number of ranks, -T 8, or their axes, --mesh node=2,chip=4.")
+    axes, ranks = mesh_and_ranks(mesh, num_devices)
+    prepare_process(ranks)
     from splash_jax.engine import EngineConfig
 
     config = EngineConfig(
-        model=model_path(model), num_devices=num_devices, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        model=model_path(model), num_devices=ranks, mesh=axes, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         block_size=block_size, device_memory_bytes=budget, dtype=dtype,
     )  # fmt: skip
+    config = replace(config, layouts=_layouts(config, layouts, src, dst))
     drawn = _draw_up_each(config)
     example = next(b for b in drawn.values() if not isinstance(b, str))
-    counts = counts or [max(1, example.shapes.max_model_len // 8)] * num_devices
-    layouts = {name: b if isinstance(b, str) else _footprint(b) for name, b in drawn.items()}
-    plans = {pair: _plan(drawn, *pair, counts) for pair in _directions(config, src, dst)}
+    counts = counts or [max(1, example.shapes.max_model_len // 8)] * ranks
+    held = {name: b if isinstance(b, str) else _footprint(b) for name, b in drawn.items()}
+    plans = {} if layouts else {pair: _plan(drawn, *pair, counts) for pair in _directions(config, src, dst)}
     if str(json) != "-":
-        title = f"{model} on {num_devices} ranks, {example.shapes.dtype}, pages of {block_size} tokens"
-        _print(Console(highlight=False), title, counts, layouts, plans)
+        where = f"{ranks} ranks{f' ({mesh})' if mesh else ''}"
+        title = f"{model} on {where}, {example.shapes.dtype}, pages of {block_size} tokens"
+        _print(Console(highlight=False), title, counts, held, plans)
     if json is not None:
-        write_json(json, _as_json(model, num_devices, counts, layouts, plans))
+        write_json(json, _as_json(model, ranks, counts, held, plans))
+
+
+def _layouts(config: "EngineConfig", every: bool, src: str | None, dst: str | None) -> tuple[str, ...]:
+    """The layouts to show: with `every` all that the mesh has, else one role on all axes, and those asked for."""
+    from splash_jax.errors import LayoutError
+
+    mesh = config.mesh_shape
+    if every and config.mesh is not None:
+        return tuple(_name(mesh, roles) for roles in product(config.layouts, repeat=len(mesh)))
+    for name, value in (("--src", src), ("--dst", dst)):
+        try:
+            config.layout_of(value or "tp")
+        except LayoutError as error:
+            raise typer.BadParameter(str(error), param_hint=name) from None
+    asked = (name for name in (src, dst) if name is not None)
+    return tuple(dict.fromkeys((*config.layouts, *asked)))
+
+
+def _name(mesh: "Mapping[str, int]", roles: tuple[str, ...]) -> str:
+    return ",".join(f"{axis}={role}" for axis, role in zip(mesh, roles, strict=True))
 
 
 def _directions(config: "EngineConfig", src: str | None, dst: str | None) -> list[tuple[str, str]]:
-    for name, value in (("--src", src), ("--dst", dst)):
-        if value is not None and value not in config.layouts:
-            raise typer.BadParameter(f"{value!r} is none of {', '.join(config.layouts)}.", param_hint=name)
     if src is not None and src == dst:
         raise typer.BadParameter(f"--src and --dst are both {src}; a switch needs two layouts.")
     return [(a, b) for a, b in permutations(config.layouts, 2) if src in (None, a) and dst in (None, b)]
@@ -82,15 +110,16 @@ def _draw_up_each(config: "EngineConfig") -> "dict[str, Blueprint | str]":
     return drawn
 
 
-def _footprint(blueprint: "Blueprint") -> dict[str, int]:
-    """What a rank holds in a blueprint's only layout, and the tokens that all ranks hold together."""
+def _footprint(blueprint: "Blueprint") -> dict[str, float]:
+    """What a rank holds in a blueprint's only layout, of a token on average, and the tokens of all ranks together."""
     from splash_jax.ownership import footprint
 
     (layout,) = blueprint.layouts.values()
     pages, size = blueprint.pages[layout], blueprint.shapes.kv.page_size
-    held = asdict(footprint(blueprint.state, layout, pages=pages, page_size=size))
-    return held | {"tokens": pages * size * layout.owner_groups * layout.position_shares, "total": sum(
-        held[name] for name in ("common", "projections", "kv", "transit"))}  # fmt: skip
+    held = footprint(blueprint.state, layout, pages=pages, page_size=size)
+    apart = layout.owner_groups * layout.position_shares
+    token = blueprint.state.kv_per_token * blueprint.state.num_layers
+    return asdict(held) | {"tokens": pages * size * apart, "total": held.total, "kv_per_token": token / apart}
 
 
 def _plan(drawn: "dict[str, Blueprint | str]", src: str, dst: str, counts: list[int]) -> "SwitchPlan | str":
@@ -104,7 +133,7 @@ def _plan(drawn: "dict[str, Blueprint | str]", src: str, dst: str, counts: list[
     manifest = _fill(before, counts)
     if isinstance(manifest, str):
         return manifest
-    layout = after.layouts[dst]
+    (layout,) = after.layouts.values()
     try:
         return plan_switch(manifest, layout, pages_per_rank=after.pages[layout], state=after.state)
     except SwitchRefused as refusal:
@@ -129,7 +158,7 @@ def _print(
     console: Console,
     title: str,
     counts: list[int],
-    layouts: "dict[str, dict[str, int] | str]",
+    layouts: "dict[str, dict[str, float] | str]",
     plans: "dict[tuple[str, str], SwitchPlan | str]",
 ) -> None:
     refused = {name: held for name, held in layouts.items() if isinstance(held, str)}
@@ -140,22 +169,25 @@ def _print(
     }
     console.print(f"{title}\n", soft_wrap=True)
     console.print(_layout_table(layouts))
-    console.print(_switch_table(f"Switches with {len(counts)} requests of {sum(counts):,} tokens live", plans))
-    console.print("Pages: in use on the fullest rank / on every rank. Received: by the busiest rank.", soft_wrap=True)
+    if plans:
+        console.print(_switch_table(f"Switches with {len(counts)} requests of {sum(counts):,} tokens live", plans))
+        console.print(
+            "Pages: in use on the fullest rank / on every rank. Received: by the busiest rank.", soft_wrap=True
+        )
     for name, reason in refused.items():
         console.print(f"* {name} refused: {reason}", soft_wrap=True, markup=False)
 
 
-def _layout_table(layouts: "dict[str, dict[str, int] | str]") -> Table:
+def _layout_table(layouts: "dict[str, dict[str, float] | str]") -> Table:
     table = Table(title="What a rank holds", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("layout")
-    for name in ("projections", "other", "in transit", "KV", "pages", "all ranks' tokens"):
+    table.add_column("layout", min_width=max(map(len, layouts)))
+    for name in ("projections", "other", "in transit", "KV per token", "KV", "pages", "all ranks' tokens"):
         table.add_column(name, justify="right")
     for name, held in layouts.items():
         if isinstance(held, str):
             table.add_row(name, REFUSED)
         else:
-            sizes = [in_bytes(held[key]) for key in ("projections", "common", "transit", "kv")]
+            sizes = [in_bytes(held[key]) for key in ("projections", "common", "transit", "kv_per_token", "kv")]
             table.add_row(name, *sizes, f"{held['pages']:,}", f"{held['tokens']:,}")
     return table
 
@@ -178,7 +210,7 @@ def _as_json(
     model: str,
     num_devices: int,
     counts: list[int],
-    layouts: "dict[str, dict[str, int] | str]",
+    layouts: "dict[str, dict[str, float] | str]",
     plans: "dict[tuple[str, str], SwitchPlan | str]",
 ) -> dict[str, Any]:
     return {

@@ -73,7 +73,8 @@ def _owned(record: "StepRecord") -> bool:
     from splash_jax.layouts import ROLES
     from splash_jax.ownership import History
 
-    return ROLES[record.layout].placement.history is History.REQUEST
+    roles = (part.split("=")[-1] for part in record.layout.split(","))
+    return any(ROLES[role].placement.history is History.REQUEST for role in roles)
 
 
 def _memory(axes: "Axes", records: "list[StepRecord]") -> None:

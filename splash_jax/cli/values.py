@@ -1,6 +1,7 @@
 """Values of options: sizes, switches, models. What cannot be meant is a usage error (exit code 2)."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -38,6 +39,25 @@ def switch_steps(texts: list[str]) -> dict[int, str]:
             raise typer.BadParameter(f"step {step} has two switches; give it one.", param_hint="--switch")
         switches[int(step)] = layout
     return dict(sorted(switches.items()))
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Axes and sizes of options like node=2,chip=4, in this order."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not axis or not size.isdecimal() or int(size) < 1:
+            raise typer.BadParameter(f"{text!r} is not AXIS=SIZE,...; write node=2,chip=4.", param_hint="--mesh")
+        if axis in sizes:
+            raise typer.BadParameter(f"axis {axis!r} has two sizes; give it one.", param_hint="--mesh")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def mesh_and_ranks(mesh: str | None, num_devices: int | None) -> tuple[dict[str, int] | None, int]:
+    """The mesh of an option and the number of devices: as told, what the mesh has, or 1."""
+    sizes = None if mesh is None else mesh_sizes(mesh)
+    return sizes, num_devices or math.prod((sizes or {}).values())
 
 
 def token_counts(text: str) -> list[int]:

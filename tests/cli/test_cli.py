@@ -1,6 +1,7 @@
 """The command line as its users meet it: words, exit codes, tables, JSON, text. The demo itself is slow."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,10 +53,12 @@ def ends(arguments: list[str]) -> int | str | None:
     ("arguments", "words"),
     [
         (["fly"], "No such command 'fly'"),
-        (["plan", "small"], "Missing option '--num-devices' / '-T'"),
         (["plan", "small", "-T", "0"], "Input should be greater than or equal to 1"),
-        (["plan", "small", "-T", "2", "--src", "xp"], "'xp' is none of tp, dp, cp, dop."),
+        (["plan", "small", "-T", "2", "--src", "xp"], "unknown layout 'xp'; choose one of tp, dp, cp, dop, dcp, rep."),
         (["plan", "small", "-T", "2", "--src", "tp", "--dst", "tp"], "a switch needs two layouts"),
+        (["plan", "small"], "give the number of ranks"),
+        (["plan", "small", "--mesh", "node2"], "is not AXIS=SIZE"),
+        (["plan", "small", "--mesh", "node=2,node=4"], "has two sizes"),
         (["plan", "small", "-T", "2", "--tokens", "4,x"], "'4,x' is not a list of token counts; write 40,100,100."),
         (["plan", "small", "-T", "2", "--device-memory-bytes", "lots"], "'lots' is not a size in bytes; write 64M"),
         (["generate", "small"], "give prompts with --prompt (repeatable) or with --prompts-file"),
@@ -116,10 +119,31 @@ def test_plan_shows_every_layout_and_direction(capsys):
     assert ends(["plan", "small", "-T", "8", "--tokens", "40,100"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "Switches with 2 requests of 140 tokens live" in lines
-    assert sum(" -> " in line for line in lines) == 12
+    assert sum(" -> " in line for line in lines) == 30
     # 3 pages of 16 hold 40 tokens and 7 hold 100; tp has all of them on every rank, an owner at most 7.
     (row,) = [line for line in lines if line.startswith("tp -> dop")]
     assert row == "tp -> dop keep discard 0 B 10 / 291 7 / 291"
+
+
+def test_plan_shows_which_layouts_exist(capsys):
+    assert ends(["plan", "small", "-T", "8", "--layouts", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["layouts"]) == ["tp", "dp", "cp", "dop", "dcp", "rep"] and told["switches"] == []
+    assert ends(["plan", "small", "--mesh", "node=2,chip=4", "--layouts"]) == 0
+    assert len(re.findall(r"node=\w+,chip=\w+ ", capsys.readouterr().out)) == 36
+    assert ends(["plan", "small", "--mesh", "node=2,chip=4", "--layouts", "--json", "-"]) == 0
+    pairs = json.loads(capsys.readouterr().out)["layouts"]
+    assert len(pairs) == 36 and pairs["node=tp,chip=tp"] == told["layouts"]["tp"]
+    mixed, whole = pairs["node=dop,chip=cp"], told["layouts"]["rep"]
+    assert (mixed["projections"] * 2, mixed["kv_per_token"] * 8) == (whole["projections"], whole["kv_per_token"])
+
+
+def test_plan_of_a_switch_between_hybrids(capsys):
+    pair = ["--src", "node=dop,chip=cp", "--dst", "node=dop,chip=tp"]
+    assert ends(["plan", "small", "--mesh", "node=2,chip=4", *pair, "--tokens", "64,64", "--json", "-"]) == 0
+    (switch,) = json.loads(capsys.readouterr().out)["switches"]
+    assert (switch["src"], switch["dst"]) == (pair[1], pair[3])
+    assert switch["kv"]["primitive"] == "all_gather" and switch["weights"]["primitive"] == "discard"
 
 
 def test_plan_as_json_agrees_with_eq_2_and_3(capsys):

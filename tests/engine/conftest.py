@@ -10,7 +10,7 @@ import pytest
 
 from splash_jax import LLM, RequestOutput, SamplingParams
 from splash_jax.scheduler import Request
-from tests.support import assert_all_free, make_llm, write_checkpoint
+from tests.support import LAYOUTS, USUAL, assert_all_free, make_llm, write_checkpoint
 
 LENGTHS = (1, 3, 4, 5, 17, 40)
 NEW_TOKENS = 24
@@ -131,16 +131,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared(small: Path) -> LLM:
-    """One engine of 4 ranks for most tests. All is compiled before the first, so nothing that they do may compile."""
-    return make_llm(small, compile_ahead=True)
+def layouts(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The layouts that this run's tests ask shared engines for: all of them where slow tests run."""
+    return LAYOUTS if any(item.get_closest_marker("slow") for item in request.session.items) else USUAL
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def shared(small: Path, layouts: tuple[str, ...]) -> LLM:
+    """One engine of 4 ranks for most tests. All is compiled before the first, so nothing that they do may compile."""
+    return make_llm(small, layouts=layouts, compile_ahead=True)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory, layouts: tuple[str, ...]) -> LLM:
     """Dense layers, queries without a low rank, positions dealt out one by one."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("plain"), q_lora_rank=None, first_k_dense_replace=3)
-    return make_llm(checkpoint, cp_interleave=1, compile_ahead=True)
+    return make_llm(checkpoint, layouts=layouts, cp_interleave=1, compile_ahead=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 from splash_jax import LLM
 from splash_jax.engine import StepRecord
 from tests.engine.conftest import TOLERANCE, go, greedy, log_softmax, tokens
-from tests.support import LAYOUTS
+from tests.support import EACH_LAYOUT
 
 LENGTHS = (1, 3, 4, 15, 16, 17, 31, 32, 33, 48)
 
@@ -26,7 +26,7 @@ def one_piece(alone: LLM) -> dict[int, np.ndarray]:
 
 
 @pytest.mark.parametrize("new", (1, 2))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_a_prompt_of_any_length_begins_right(llm: LLM, one_piece: dict[int, np.ndarray], layout: str, new: int) -> None:
     go(llm, layout)
     for length in LENGTHS:
@@ -40,7 +40,7 @@ def test_a_prompt_of_any_length_begins_right(llm: LLM, one_piece: dict[int, np.n
         assert all(r.rows > 0 for r in records), "an empty chunk was run."
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_two_requests_share_one_steps_room(llm: LLM, one_piece: dict[int, np.ndarray], layout: str) -> None:
     go(llm, layout)
     for pair in itertools.combinations((3, 16, 17, 33, 48), 2):
@@ -54,7 +54,7 @@ def test_two_requests_share_one_steps_room(llm: LLM, one_piece: dict[int, np.nda
         assert max(r.rows for r in records) <= 64 + 8
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_logits_of_every_row_are_one_devices(
     llm: LLM, one_piece: dict[int, np.ndarray], layout: str, length: int

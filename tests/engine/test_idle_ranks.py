@@ -6,7 +6,7 @@ import pytest
 from splash_jax import LLM, SamplingParams
 from splash_jax.engine import StepRecord
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, tokens
-from tests.support import LAYOUTS, max_logprob_difference
+from tests.support import EACH_LAYOUT, max_logprob_difference
 
 OWNERS = ("dp", "dop")
 OWNED = pytest.mark.parametrize("layout", OWNERS)
@@ -77,7 +77,7 @@ def test_one_requests_feature_asks_no_other_program(llm: LLM, layout: str, featu
     assert asked[0] == asked[1]
 
 
-@pytest.mark.parametrize("dst", LAYOUTS)
+@pytest.mark.parametrize("dst", EACH_LAYOUT)
 def test_a_switch_while_ranks_are_idle(llm: LLM, dst: str) -> None:
     expected, _ = serve(go(llm, "tp"), [6], [10])
     for src in OWNERS:

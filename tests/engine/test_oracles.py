@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from splash_jax import LLM, SamplingParams
-from tests.support import LAYOUTS, make_llm
+from tests.support import LAYOUTS, USUAL, make_llm
 
 FOLDER = Path(os.environ.get("SPLASH_ORACLES", Path(__file__).resolve().parent.parent / "oracles"))
 LENGTHS = (1, 7, 33, 130)
@@ -35,7 +35,7 @@ def combinations() -> Iterator[object]:
             if config_of(name)["num_attention_heads"] % ranks:  # type: ignore[operator]
                 continue
             for at, layout in enumerate(LAYOUTS):
-                usual = ranks == 4 and (name == PRIMARY or at == (index + 1) % len(LAYOUTS))
+                usual = ranks == 4 and (name == PRIMARY or at == (index + 1) % len(USUAL))
                 marks = () if usual else (pytest.mark.slow,)
                 yield pytest.param((name, ranks, layout), id=f"{name}-{layout}{ranks}", marks=marks)
 

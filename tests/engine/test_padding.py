@@ -10,7 +10,7 @@ from splash_jax import LLM
 from splash_jax.engine import StepRecord
 from splash_jax.engine import engine as engine_module
 from tests.engine.conftest import go, greedy, tokens
-from tests.support import LAYOUTS, make_llm, max_logprob_difference
+from tests.support import EACH_LAYOUT, LAYOUTS, make_llm, max_logprob_difference
 
 SPARE = 511  # a token that no prompt here has
 PROMPTS = [[t % SPARE for t in tokens(n, 70 + n)] for n in (5, 21, 2)]
@@ -27,7 +27,7 @@ def set_embedding(llm: LLM, value: np.ndarray | float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_what_padding_rows_hold_reaches_no_real_row(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, layout: str, value: float
 ) -> None:
@@ -53,7 +53,7 @@ def test_what_padding_rows_hold_reaches_no_real_row(
         assert max_logprob_difference(a, b) <= 1e-6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_a_token_that_is_not_finite_ends_its_own_request_only(llm: LLM, layout: str) -> None:
     clean = go(llm, layout).generate(PROMPTS, greedy(6, logprobs=2))
     before = set_embedding(llm, np.nan)

@@ -9,7 +9,7 @@ from splash_jax import LLM, SamplingParams
 from splash_jax.errors import RequestError
 from splash_jax.scheduler import Request, Status
 from tests.engine.conftest import Ballast, add, drive, go, greedy, tokens
-from tests.support import LAYOUTS, assert_all_free
+from tests.support import EACH_LAYOUT, assert_all_free
 
 EXITS = ("length", "stop id", "queued", "between chunks", "decoding", "preempted", "refused")
 
@@ -77,7 +77,7 @@ def serve(llm: LLM, count: int, seed: int) -> Traffic:
         else:
             ballast.release()
             if step % 3 == 0:
-                engine.request_switch(rng.choice([name for name in LAYOUTS if name != llm.layout]))
+                engine.request_switch(rng.choice([name for name in engine.blueprint.layouts if name != llm.layout]))
         engine.step()
         engine.pool.check()
         step += 1
@@ -102,7 +102,7 @@ def test_every_exit_gives_everything_back(llm: LLM, count: int) -> None:
     assert sorted(llm.engine.scheduler._slots) == list(range(8))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 @pytest.mark.parametrize("steps", range(7))
 def test_an_abort_after_any_number_of_steps_frees_its_pages_at_the_next(llm: LLM, layout: str, steps: int) -> None:
     engine = go(llm, layout).engine

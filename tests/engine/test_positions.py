@@ -8,7 +8,7 @@ import pytest
 from splash_jax import LLM
 from splash_jax.scheduler import Request
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, poison_unstored, stored_slots, tokens
-from tests.support import LAYOUTS
+from tests.support import EACH_LAYOUT
 
 LENGTHS = (1, 3, 4, 5, 15, 16)
 BORDERS = 13  # new tokens: they cross three page borders
@@ -23,9 +23,9 @@ def dealt(request: pytest.FixtureRequest) -> LLM:
 
 def expected_ranks(layout: str, home: int, position: int, interleave: int, ranks: int) -> set[int]:
     """Who holds a position, by the words of the design."""
-    if layout == "tp":
+    if layout in ("tp", "rep"):
         return set(range(ranks))
-    return {(home + position // interleave) % ranks} if layout == "cp" else {home}
+    return {(home + position // interleave) % ranks} if layout in ("cp", "dcp") else {home}
 
 
 def queue(llm: LLM) -> list[Request]:
@@ -46,7 +46,7 @@ def history(llm: LLM, request: Request) -> np.ndarray:
     return np.stack([np.asarray(pool)[tuple(index)] for pool in llm.engine.state.pools])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_every_position_is_held_where_the_layout_says_and_no_slot_twice(dealt: LLM, layout: str) -> None:
     engine = go(dealt, layout).engine
     requests, interleave = queue(dealt), engine.config.interleave
@@ -68,7 +68,7 @@ def test_every_position_is_held_where_the_layout_says_and_no_slot_twice(dealt: L
     take(dealt, requests)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_what_is_stored_for_a_position_is_what_one_device_stores(llm: LLM, alone: LLM, layout: str) -> None:
     stored = []
     for engine_of in (alone, go(llm, layout)):
@@ -82,7 +82,7 @@ def test_what_is_stored_for_a_position_is_what_one_device_stores(llm: LLM, alone
     np.testing.assert_allclose(stored[1], stored[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_a_slot_that_holds_nothing_is_never_read(dealt: LLM, layout: str) -> None:
     requests = queue(go(dealt, layout))
     drive(dealt)
@@ -94,13 +94,13 @@ def test_a_slot_that_holds_nothing_is_never_read(dealt: LLM, layout: str) -> Non
         np.testing.assert_allclose(values, clean_values, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("src", LAYOUTS)
+@pytest.mark.parametrize("src", EACH_LAYOUT)
 def test_a_switch_never_carries_what_nobody_stored(dealt: LLM, src: str) -> None:
     requests = queue(go(dealt, "tp"))
     drive(dealt)
     clean = take(dealt, requests)
     requests = queue(go(dealt, src))
-    route = [layout for other in LAYOUTS if other != src for layout in (other, src)]
+    route = [layout for other in dealt.engine.blueprint.layouts if other != src for layout in (other, src)]
 
     def each(step: int) -> None:
         poison_unstored(dealt)

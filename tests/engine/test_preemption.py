@@ -11,7 +11,7 @@ from splash_jax.engine import EngineConfig, draw_up
 from splash_jax.ownership.footprint import IN_TRANSIT, projection_bytes
 from splash_jax.scheduler import Request
 from tests.engine.conftest import TOLERANCE, Ballast, add, drive, go, greedy, tokens
-from tests.support import LAYOUTS, assert_all_free, make_llm
+from tests.support import EACH_LAYOUT, assert_all_free, make_llm
 
 PROMPTS = [tokens(16, 800 + i) for i in range(4)]
 PARAMS = [
@@ -65,7 +65,7 @@ def squeeze(llm: LLM, times: int, first: int, switch: str | None = None) -> tupl
 
 
 @pytest.mark.parametrize("times", (0, 1, 3))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_any_number_of_preemptions_changes_nothing(llm: LLM, unpressed: list[Request], layout: str, times: int) -> None:
     before = go(llm, layout).engine.preemptions
     each, ballast = squeeze(llm, times, first=6)
@@ -78,7 +78,7 @@ def test_any_number_of_preemptions_changes_nothing(llm: LLM, unpressed: list[Req
     same(requests, unpressed)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_preemption_right_after_a_switch(llm: LLM, unpressed: list[Request], layout: str) -> None:
     go(llm, "dp" if layout == "tp" else "tp")
     before = llm.engine.preemptions
@@ -120,11 +120,11 @@ def bytes_for(checkpoint: Path, layout: str, pages: int, **settings: Any) -> int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_a_pool_for_two_and_a_half_requests_serves_four(small: Path, unpressed: list[Request], layout: str) -> None:
     """Four requests of 40 tokens, 10 pages each; where they have owners, four on every rank."""
     owners = 4 if layout in ("dp", "dop") else 1
-    pages = {"cp": 7}.get(layout, 25)  # a quarter of every request is on a rank
+    pages = {"cp": 7, "dcp": 7}.get(layout, 25)  # a quarter of every request is on a rank
     settings = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4 * owners, "max_num_batched_tokens": 64}
     budget = bytes_for(small, layout, pages, **settings)
     llm = make_llm(small, layout=layout, layouts=(layout,), device_memory_bytes=budget, scoring=False,

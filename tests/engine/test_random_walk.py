@@ -2,22 +2,28 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from splash_jax import LLM
+from splash_jax.runtime import execute
 from splash_jax.scheduler import Request
-from tests.engine.conftest import TOLERANCE, add, greedy, teacher_forced, tokens
-from tests.support import LAYOUTS, assert_all_free, make_llm
+from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
+from tests.engine.residency import Residency
+from tests.support import HYBRIDS, MESHES, assert_all_free, make_llm, write_checkpoint
 
 
 def walk(llm: LLM, switches: int, seed: int, modes: Sequence[str] = ("splash",)) -> list[Request]:
-    """Random traffic with so many switches, each in one of `modes`; returns every request there was."""
+    """Random traffic with so many switches, along the engine's directions, each in one of `modes`; returns every request there was."""
     rng, engine = random.Random(seed), llm.engine
     requests: list[Request] = []
     asked, layout = 0, llm.layout
+    onward: dict[str, list[str]] = {}
+    for src, dst in engine.blueprint.directions():
+        onward.setdefault(str(src), []).append(str(dst))
 
     def each(step: int) -> None:
         nonlocal asked, layout
@@ -29,18 +35,22 @@ def walk(llm: LLM, switches: int, seed: int, modes: Sequence[str] = ("splash",))
             if alive and rng.random() < 0.1:
                 engine.abort(rng.choice(alive).name)
             if step == 0 or rng.random() < 0.8:
-                layout = rng.choice([name for name in LAYOUTS if name != layout])
+                layout = rng.choice(onward[layout])
                 engine.request_switch(layout, rng.choice(modes))
                 asked += 1
 
     add_first = add(llm, tokens(5, 10_000), greedy(3, logprobs=0))
     requests.append(add_first)
-    for step in range(100_000):
-        each(step)
-        if asked == switches and not engine.busy:
-            break
-        engine.step()
-        engine.pool.check()
+    with Residency(llm).watching() as residency:
+        for step in range(100_000):
+            each(step)
+            if asked == switches and not engine.busy:
+                break
+            engine.step()
+            engine.pool.check()
+            residency.after_step()
+    assert residency.switches
+    residency.check()
     return requests
 
 
@@ -69,14 +79,60 @@ def test_a_walk_of_24_switches(llm: LLM, alone: LLM, seed: int) -> None:
     judge(llm, alone, walk(llm, 24, seed), 24, since)
 
 
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one kind of layer: half the programs."""
+    return write_checkpoint(tmp_path_factory.mktemp("dense"), first_k_dense_replace=3)
+
+
+@pytest.fixture(scope="module")
+def dense_alone(dense: Path) -> LLM:
+    return make_llm(dense, num_devices=1, layouts=("tp",))
+
+
+def hybrids(checkpoint: Path, mesh: str, layouts: tuple[str, ...] = HYBRIDS, **settings: object) -> LLM:
+    """An engine of two axes that compiles what it comes to need."""
+    return make_llm(checkpoint, num_devices=None, mesh=MESHES[mesh], layout=layouts[0], layouts=layouts, **settings)
+
+
+def test_a_walk_round_three_hybrids(dense: Path, dense_alone: LLM) -> None:
+    """All six roles in three layouts."""
+    layouts = ("node=dop,chip=cp", "node=tp,chip=dp", "node=dcp,chip=rep")
+    llm = hybrids(dense, "2x2", layouts, directions=tuple(pairwise((*layouts, layouts[0]))))
+    judge(llm, dense_alone, walk(llm, 18, 0), 18, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_walk_of_100_switches_over_all_directions_of_hybrids(dense: Path, dense_alone: LLM, mesh: str) -> None:
+    llm = hybrids(dense, mesh)
+    judge(llm, dense_alone, walk(llm, 100, 7), 100, 0)
+    plans = [record.switch for record in llm.records if record.switch]
+    assert len({(str(plan.before.layout), str(plan.after.layout)) for plan in plans}) > 25
+
+
+def test_the_walk_notices_a_source_that_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(execute, "_free", lambda arrays: kept.append(arrays))
+    add(go(llm, "cp"), tokens(9, 1), greedy(4))
+    with Residency(llm).watching() as residency:
+        llm.engine.request_switch("dop")
+        llm.engine.step()
+    with pytest.raises(AssertionError, match="bytes are left over after a step in dop"):
+        residency.after_step()
+    with pytest.raises(AssertionError, match=r"cp -> dop: \d+ bytes on a rank, \d+ more than Eq\. 5 allows"):
+        residency.check()
+    drive(llm)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", (4, 8))
 def test_a_walk_of_200_switches_over_all_directions(
     request: pytest.FixtureRequest, small: Path, alone: LLM, ranks: int
 ) -> None:
-    llm = request.getfixturevalue("llm") if ranks == 4 else make_llm(small, num_devices=ranks, compile_ahead=True)
+    llm = request.getfixturevalue("llm") if ranks == 4 else make_llm(small, num_devices=ranks)
     since = len(llm.records)
     judge(llm, alone, walk(llm, 200, ranks), 200, since)
     plans = [record.switch for record in llm.records[since:] if record.switch]
-    assert len({(str(plan.before.layout), str(plan.after.layout)) for plan in plans}) == 12
-    assert llm.engine.programs.sealed
+    assert len({(str(plan.before.layout), str(plan.after.layout)) for plan in plans}) == 30
+    assert llm.engine.programs.sealed is (ranks == 4)

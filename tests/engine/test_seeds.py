@@ -4,7 +4,7 @@ import pytest
 
 from splash_jax import LLM, SamplingParams
 from tests.engine.conftest import Ballast, add, drive, go, tokens
-from tests.support import LAYOUTS
+from tests.support import EACH_LAYOUT
 
 PROMPT = tokens(6, 42)
 SEEDED = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True, seed=42)
@@ -17,7 +17,7 @@ def drawn(shared: LLM) -> tuple[int, ...]:
     return shared.generate([PROMPT], SEEDED)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_a_seed_draws_the_same_alone_and_in_any_row_of_any_layout(
     llm: LLM, drawn: tuple[int, ...], layout: str
 ) -> None:

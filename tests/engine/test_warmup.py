@@ -9,7 +9,7 @@ from splash_jax import LLM
 from splash_jax.errors import ProgramMissing
 from splash_jax.runtime import StepKey
 from tests.engine.conftest import add, drive, go, greedy, stored_slots, tokens
-from tests.support import DIRECTIONS, LAYOUTS
+from tests.support import EACH_LAYOUT
 
 
 def stored_bytes(llm: LLM, requests: list) -> list[bytes]:
@@ -22,10 +22,10 @@ def test_a_day_of_lengths_and_switches_compiles_nothing(llm: LLM) -> None:
     programs = llm.engine.programs
     compiled = programs.compiled
     assert programs.sealed and compiled == len(set(llm.engine.blueprint.keys()))
-    for i, (src, dst) in enumerate(DIRECTIONS):
-        go(llm, src)
+    for i, (src, dst) in enumerate(llm.engine.blueprint.directions()):
+        go(llm, str(src))
         lengths = (1 + 7 * i % 40, 2 + 19 * i % 90, 200)[: 1 + i % 3]
-        llm.generate([tokens(n, n) for n in lengths], greedy(5), switches={2 + i % 4: dst})
+        llm.generate([tokens(n, n) for n in lengths], greedy(5), switches={2 + i % 4: str(dst)})
         llm.logits(tokens(1 + 17 * i % 130, i))
     llm.generate([tokens(2, 2)] * 3, greedy(4, repetition_penalty=1.5, logprobs=20, min_tokens=2))
     assert programs.sealed and programs.compiled == compiled
@@ -39,7 +39,7 @@ def test_a_program_that_was_not_announced_is_an_error_that_names_it(llm: LLM) ->
         llm.engine.programs.get(key)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_compiling_and_warming_up_leave_live_pages_alone(llm: LLM, layout: str) -> None:
     engine = go(llm, layout).engine
     requests = [add(llm, tokens(n, n), greedy(30)) for n in (3, 18)]
@@ -53,7 +53,7 @@ def test_compiling_and_warming_up_leave_live_pages_alone(llm: LLM, layout: str) 
         engine.take(request.name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH_LAYOUT)
 def test_a_step_writes_only_the_slots_of_its_own_rows(llm: LLM, layout: str) -> None:
     """Idle ranks and padding rows enter every program; nothing they do may reach a page."""
     engine = go(llm, layout).engine

@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from splash_jax.layouts import ROLES, Exchange, attention_mesh, local_spec, make_layout, row_spec, weight_spec
 from splash_jax.layouts.cp import ContextParallel
+from splash_jax.layouts.dcp import DecodeContextParallel
+from splash_jax.layouts.merge import scatter_over_axis
+from splash_jax.layouts.rep import Replicated
 from splash_jax.ownership import KVShape, Layout
 
 N, D, H, K, LENGTH = 8, 6, 8, 4, 13  # rows, hidden, heads, head width, longest history
@@ -104,7 +107,16 @@ def test_a_role_is_dense_attention(role, size):
     check(role, {"rank": size})
 
 
-@pytest.mark.parametrize("roles", list(itertools.product(ROLES, repeat=2)), ids="-".join)
+def pairs() -> list[object]:
+    """Every pair of roles; by default every role twice on either axis."""
+    cases = itertools.product(enumerate(ROLES), enumerate(ROLES))
+    return [
+        pytest.param((a, b), id=f"{a}-{b}", marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for (i, a), (j, b) in cases
+    ]
+
+
+@pytest.mark.parametrize("roles", pairs())
 def test_a_pair_of_roles_is_dense_attention(roles):
     mesh_shape = {"node": 2, "chip": 2}
     check(dict(zip(mesh_shape, roles, strict=True)), mesh_shape)
@@ -115,6 +127,23 @@ def test_a_pair_of_roles_is_dense_attention(roles):
 def test_a_pair_of_roles_on_uneven_axes(roles):
     mesh_shape = {"node": 2, "chip": 4}
     check(dict(zip(mesh_shape, roles, strict=True)), mesh_shape)
+
+
+# Bugs that a role's exchange could have: each must show.
+def test_the_tolerance_notices_heads_that_are_scattered_to_others(monkeypatch):
+    def shifted(self, out, lse, axis):
+        out, lse = scatter_over_axis(out, lse, axis)
+        return jax.lax.ppermute(out, axis, [(i, (i + 1) % 4) for i in range(4)]), lse
+
+    monkeypatch.setattr(DecodeContextParallel, "merge", shifted)
+    with pytest.raises(AssertionError):
+        check("dcp", {"rank": 4})
+
+
+def test_the_tolerance_notices_rows_that_are_summed_over_too_many_ranks(monkeypatch):
+    monkeypatch.setattr(Replicated, "scatter_rows", lambda self, y, axis, dim: jax.lax.psum(y, axis))
+    with pytest.raises(AssertionError):
+        check("rep", {"rank": 4})
 
 
 def test_the_tolerance_notices_a_role_that_does_not_merge(monkeypatch):

@@ -1,5 +1,6 @@
 """The compiled transfers do to arrays, bit by bit, what `ownership.apply` says."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -28,9 +29,10 @@ from splash_jax.runtime import (
     prepare_switch,
     run_step,
 )
-from tests.support import DIRECTIONS, SMALL
+from tests.support import DIRECTIONS, HYBRID_DIRECTIONS, HYBRIDS, MESHES, SMALL
 
 T, PAGE = 4, 4
+MODES = (SwitchMode.SPLASH, SwitchMode.BLOCKING)
 TINY = SMALL | {
     "num_hidden_layers": 2,
     "first_k_dense_replace": 2,
@@ -43,9 +45,10 @@ TINY = SMALL | {
     "q_lora_rank": None,
 }
 MODEL = ModelConfig.from_dict(TINY, "tiny")
-PAGES = {"tp": 14, "dop": 12, "dp": 9, "cp": 8}
 UNEVEN = {"a": (0, 17), "b": (0, 1), "c": (1, 0), "d": (2, 5), "e": (3, 8)}
 LAYOUTS = {role: make_layout(role, {"rank": T}) for role in ROLES}
+LAYOUTS |= {name: make_layout(name, MESHES["2x2"]) for name in HYBRIDS}
+PAGES = {name: 17 - i % len(ROLES) for i, name in enumerate(LAYOUTS)}  # every switch makes pools grow or shrink
 STATE = StateBytes(projections=4 * 1000, common=0, kv_per_token=32, num_layers=2)
 
 
@@ -62,15 +65,16 @@ class Stubbed(Programs):
         return super().get(key)
 
 
-@cache
-def mesh() -> Mesh:
-    return attention_mesh({"rank": T})
+def mesh(layout: Layout) -> Mesh:
+    return attention_mesh({axis.name: axis.size for axis in layout.axes})
 
 
 @cache
-def programs(interleave: int) -> Stubbed:
+def programs(interleave: int, name: str = "tp") -> Stubbed:
+    """Programs of the mesh that a layout is of."""
     kv = KVShape(page_size=PAGE, interleave=interleave, bytes_per_token=32)
-    return Stubbed(mesh(), Shapes(model=MODEL, dtype="float32", kv=kv, max_model_len=32, slots=5, penalties=False))
+    shapes = Shapes(model=MODEL, dtype="float32", kv=kv, max_model_len=32, slots=5, penalties=False)
+    return Stubbed(mesh(LAYOUTS[name]), shapes)
 
 
 def make_plan(src: Layout, dst: Layout, kv: KVShape, pages: tuple[int, int], requests: Any = None, **more: Any) -> Any:
@@ -113,15 +117,22 @@ def bits(x: Any) -> np.ndarray:
 
 
 def put(values: np.ndarray, layout: Layout) -> jax.Array:
-    return jax.device_put(values, NamedSharding(mesh(), pool_spec(layout)))
+    return jax.device_put(values, NamedSharding(mesh(layout), pool_spec(layout)))
+
+
+def laid_out(values: dict[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
+    """Whole weights with their heads in the order in which a layout's ranks hold them."""
+    leaves, order = model_leaves(MODEL, T)["layers"][0]["moved"], layout.head_blocks()
+    cut = {name: np.split(values[name], T, leaf.dims.index("heads")) for name, leaf in leaves.items()}
+    return {name: np.concatenate([cut[name][i] for i in order], leaves[name].dims.index("heads")) for name in cut}
 
 
 def make_weights(layout: Layout, seed: int) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
     leaves, rng = model_leaves(MODEL, T)["layers"][0]["moved"], np.random.default_rng(seed)
     values = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
     return values, {
-        name: jax.device_put(values[name], NamedSharding(mesh(), weight_spec(layout, leaf.dims)))
-        for name, leaf in leaves.items()
+        name: jax.device_put(array, NamedSharding(mesh(layout), weight_spec(layout, leaves[name].dims)))
+        for name, array in laid_out(values, layout).items()
     }
 
 
@@ -129,24 +140,35 @@ def assert_weights(arrays: dict[str, jax.Array], values: dict[str, np.ndarray], 
     """Every rank holds its part of the same numbers, bit by bit."""
     leaves = model_leaves(MODEL, T)["layers"][0]["moved"]
     assert set(arrays) == set(values) == set(leaves)
-    for name, array in arrays.items():
-        wanted = NamedSharding(mesh(), weight_spec(layout, leaves[name].dims))
+    for name, whole in laid_out(values, layout).items():
+        array, wanted = arrays[name], NamedSharding(mesh(layout), weight_spec(layout, leaves[name].dims))
         assert array.sharding.is_equivalent_to(wanted, array.ndim)
         for shard in array.addressable_shards:
-            np.testing.assert_array_equal(bits(shard.data), bits(np.ascontiguousarray(values[name][shard.index])))
+            np.testing.assert_array_equal(bits(shard.data), bits(np.ascontiguousarray(whole[shard.index])))
 
 
-@pytest.mark.parametrize("interleave", [1, PAGE])
-@pytest.mark.parametrize(("src", "dst"), DIRECTIONS)
+def transfer_cases() -> list[object]:
+    """All directions, with positions dealt singly and by the page. By default one of both, and half of the hybrids."""
+    cases = []
+    for n, (src, dst) in enumerate((*DIRECTIONS, *HYBRID_DIRECTIONS)):
+        for i, interleave in enumerate((1, PAGE)):
+            usual = i == n % 2 and (src in ROLES or n // 2 % 2 == 0)
+            cases.append(pytest.param(src, dst, interleave, marks=() if usual else pytest.mark.slow))
+    return cases
+
+
+@pytest.mark.parametrize(("src", "dst", "interleave"), transfer_cases())
 def test_a_transfer_is_apply(src, dst, interleave):
     """Uneven owners, pools that change size, empty and page-crossing histories, NaN wherever nothing is held."""
-    at = programs(interleave)
+    at = programs(interleave, src)
     plan = make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst]))
-    route = plan_route(at.shapes, plan, 32 if dst == "tp" else None)  # so many that a gather needs one round
+    route = plan_route(at.shapes, plan)
+    if route.in_rounds:  # so many that a gather needs one round
+        route = plan_route(at.shapes, plan, 32)
     pool = random_pool(plan, 1)
     values, weights = make_weights(LAYOUTS[src], 2)
     (maps,) = make_maps(route, plan.kv)
-    dealt = NamedSharding(mesh(), local_spec(route.src))
+    dealt = NamedSharding(mesh(route.src), local_spec(route.src))
     moved, arrived = at.get(SwitchKey(route=route))(
         weights, put(pool, LAYOUTS[src]), *jax.device_put((maps.read, maps.write), (dealt, dealt))
     )
@@ -164,7 +186,7 @@ def device_state(plan: SwitchPlan, src: Layout) -> tuple[DeviceState, list[np.nd
     state = DeviceState(
         weights=weights,
         pools=[put(pool, src) for pool in pools],
-        sampler=fresh_state(mesh(), programs(PAGE).shapes),
+        sampler=fresh_state(mesh(src), programs(PAGE).shapes),
         layout=src,
         pages=plan.before.pages_per_rank,
     )
@@ -195,30 +217,33 @@ def switch_in_a_step(
     return state
 
 
-@pytest.mark.parametrize("mode", SwitchMode)
-@pytest.mark.parametrize(("src", "dst"), [("dp", "tp"), ("tp", "cp"), ("cp", "dop"), ("dop", "dp")])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("src", "dst"), [*itertools.pairwise((*ROLES, "tp")), *itertools.pairwise(HYBRIDS)])
 def test_a_step_with_a_switch_leaves_no_source_buffer(src, dst, mode):
-    at = programs(PAGE)
+    at = programs(PAGE, src)
     plan = make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst]))
     switch_in_a_step(at, plan, mode=mode)
 
 
-@pytest.mark.parametrize("mode", SwitchMode)
-@pytest.mark.parametrize("src", ["dp", "cp", "dop"])
-def test_a_lopsided_gather_takes_several_rounds(src, mode):
-    """One rank owns everything, and a round has room for an even share only."""
-    at = programs(PAGE)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("src", "dst"), [("dp", "tp"), ("cp", "tp"), ("dop", "rep"), ("node=dp,chip=tp", "node=tp,chip=dp")]
+)
+def test_a_lopsided_gather_takes_several_rounds(src, dst, mode):
+    """One rank owns everything, and a round has room for an even share only, or for less."""
+    at = programs(PAGE, src)
     requests = {"a": (1, 17), "b": (1, 13)}
-    plan = make_plan(LAYOUTS[src], LAYOUTS["tp"], at.shapes.kv, (14, 14), requests)
-    sends = 1 if src == "cp" else None
+    plan = make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (14, 14), requests)
+    sends = {"cp": 1, "node=dp,chip=tp": 3}.get(src)
     route = plan_route(at.shapes, plan, sends)
     rounds = make_maps(route, plan.kv)
     assert len(rounds) == 3
-    assert all((m.read.shape, m.write.shape) == ((T, route.sends), (T, route.sends * T)) for m in rounds)
+    width = route.sends * route.group
+    assert all((m.read.shape, m.write.shape) == ((T, route.sends), (T, width)) for m in rounds)
     switch_in_a_step(at, plan, sends, mode)
 
 
-@pytest.mark.parametrize("mode", SwitchMode)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_switch_that_moves_nothing_dispatches_nothing(mode):
     at = programs(PAGE)
     plan = make_plan(LAYOUTS["tp"], LAYOUTS["dop"], at.shapes.kv, (12, 12))
@@ -250,6 +275,6 @@ def test_a_route_that_sends_nothing_refuses_a_plan_that_does():
     at = programs(PAGE)
     plan = make_plan(LAYOUTS["dp"], LAYOUTS["dop"], at.shapes.kv, (9, 9), homes={"a": 3})
     assert plan.kv.sent
-    with pytest.raises(ValueError, match="room"):
+    with pytest.raises(ValueError, match="room for none"):
         make_maps(plan_route(at.shapes, plan, 0), plan.kv)
     assert make_maps(plan_route(at.shapes, plan), plan.kv)  # unless told otherwise, a route has room for its plan

@@ -185,6 +185,19 @@ def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array,
     return new
 
 
+def exact_route(shapes: Shapes, plan: SwitchPlan) -> Route:
+    """The route of a plan without padding beyond its busiest buffer, one round: for this plan only."""
+    route = make_route(
+        shapes,
+        plan.before.layout,
+        plan.after.layout,
+        plan.before.pages_per_rank,
+        plan.after.pages_per_rank,
+        plan.weights,
+    )
+    return replace(route, sends=max(map(len, _by_sender(route, plan.kv).values()), default=0))
+
+
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:
     """The route that a plan takes; unless `sends` says otherwise, an exchange has room for all of it in one round."""
     before, after = plan.before, plan.after

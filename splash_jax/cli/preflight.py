@@ -37,9 +37,7 @@ def preflight(
     memory_fraction: Annotated[float, Option(min=0.01, max=1.0, help="Of a GPU's memory, for everything.")] = 0.9,
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
     json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
-    plot: Annotated[
-        Path | None, Option(metavar="FILE", help="Draw a layer's compute and the next one's transfer.")
-    ] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw what lies beside each transfer, as a PNG.")] = None,
 ) -> None:
     """Compile every step and switch for GPUs that are not here, and say what would happen on them."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU compiler is asked by name; a GPU that happens to be here is not

@@ -22,10 +22,10 @@ from splash_jax.runtime.collectives import (
 MOVE = "switch.move"  # the named scope of everything a switch adds to a layer's program
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)\b.*\{$")
-_FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast copy copy-start copy-done iota after-all partition-id "
-    "replica-id opt-barrier broadcast reshape transpose".split()
-)
+_FREE = {  # what costs nothing to speak of, or only moves what others computed
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "iota"),
+    *("copy", "copy-start", "copy-done", "broadcast", "reshape", "transpose", "partition-id", "replica-id"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

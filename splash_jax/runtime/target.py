@@ -62,8 +62,8 @@ def clear_compile_errors() -> Iterator[None]:
         if "PTX compilation provider" not in str(error) and "ptxas" not in str(error):
             raise
         raise TargetError(
-            f"XLA finds no ptxas that it can use: {_first_line(error)}. Put one on PATH: it comes with the CUDA toolkit "
-            "(13.0 or newer) and with the pip package nvidia-cuda-nvcc."
+            f"XLA finds no ptxas that it can use: {_first_line(error)}. Put one on PATH: the CUDA toolkit has it "
+            "(13.0 or newer), and so has the pip package nvidia-cuda-nvcc."
         ) from error
 
 

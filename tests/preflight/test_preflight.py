@@ -1,4 +1,4 @@
-"""Preflight from end to end: compiled for eight H200 that are not here. Sizes are small, the programs are the real ones."""
+"""Preflight from end to end, for eight H200 that are not here. Sizes are small, the programs are the real ones."""
 
 import json
 from collections.abc import Mapping

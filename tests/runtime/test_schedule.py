@@ -28,7 +28,7 @@ BODIES = """\
 
 %wrapped (param_0.3: f32[4,8]) -> f32[4,8] {
   %param_0.3 = f32[4,8]{1,0} parameter(0)
-  ROOT %all-to-all.9 = f32[4,8]{1,0} all-to-all(%param_0.3), replica_groups={{0,1,2,3}}, metadata={op_name="switch.move"}
+  ROOT %a2a.9 = f32[4,8]{1,0} all-to-all(%param_0.3), replica_groups={{0,1,2,3}}, metadata={op_name="a/switch.move"}
 }
 
 """

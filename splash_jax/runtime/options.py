@@ -4,7 +4,7 @@ from jax.sharding import Mesh
 
 GPU_OPTIONS: dict[str, bool | int] = {
     "xla_gpu_all_gather_combine_threshold_bytes": 10**9,  # one gather for all projections of a layer
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,  # weights and history in flight together
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,  # weights, history and the layer's own exchanges
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_enable_triton_gemm": False,  # without a device its tiles are not tuned
 }

@@ -167,11 +167,11 @@ class _Reader:
         return [word for word in it.words() if word in self.bodies]
 
     def _scopes(self, it: Instruction) -> set[str]:
-        """Scopes of an instruction and of all that it calls."""
+        """Scopes of what computes in an instruction and in all that it calls; parameters' names are none."""
         found, pending, seen = set(), [it], set()
         while pending:
             x = pending.pop()
-            if x.op not in ("parameter", "constant"):
+            if x.op not in _FREE and not x.scope.startswith("args["):
                 found.add(x.scope)
             for name in self._called(x):
                 if name not in seen:

@@ -145,10 +145,18 @@ def move_weights(route: Route, moved: dict[str, jax.Array], head_dims: dict[str,
     """One layer's projections: gathered along the head dimension where the destination keeps them whole, or cut."""
     sizes = {axis.name: axis.size for axis in route.src.axes}
     for axis in route.weights.gather_axes:
-        moved = {n: jax.lax.all_gather(w, axis, axis=head_dims[n], tiled=True) for n, w in moved.items()}
+        moved = {n: _gather_heads(w, axis, head_dims[n]) for n, w in moved.items()}
     for axis in route.weights.slice_axes:
         moved = {n: _own_slice(w, axis, sizes[axis], head_dims[n]) for n, w in moved.items()}
     return moved
+
+
+def _gather_heads(w: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The parts of all ranks along `dim`. They travel as they lie: what has to be transposed is so on arrival, or else
+    the transfer would wait for a transposition that a GPU's scheduler puts behind the layer's compute.
+    """
+    parts = jnp.moveaxis(jax.lax.all_gather(w, axis), 0, dim)
+    return parts.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
 
 
 def _own_slice(w: jax.Array, axis: str, size: int, dim: int) -> jax.Array:

@@ -3,8 +3,10 @@
 from jax.sharding import Mesh
 
 GPU_OPTIONS: dict[str, bool | int] = {
-    "xla_gpu_all_gather_combine_threshold_bytes": 10**9,  # one gather for all projections of a layer
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,  # weights, history and the layer's own exchanges
+    # A combined gather would wait for the last of its operands, and so a transfer for the layer beside it.
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    # Four projections, a history and the layer's own exchanges: what finds no room does not start before the compute.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_enable_triton_gemm": False,  # without a device its tiles are not tuned
 }

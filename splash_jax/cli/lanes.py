@@ -58,7 +58,7 @@ def _programs(report: "Report") -> "dict[tuple[str, str], SwitchKey]":
     from splash_jax.runtime import SwitchKey
 
     case = report.case
-    kind = max(set(case.kinds), key=case.kinds.count)
+    kind = max(case.compiled_kinds, key=case.kinds.count)
     found = {}
     for key, facts in report.facts.items():
         if isinstance(key, SwitchKey) and key.kind == kind and facts.schedule.transfers:

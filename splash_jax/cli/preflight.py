@@ -33,6 +33,7 @@ def preflight(
     context: Annotated[int, Option(min=1, help="Tokens of each.")] = 131072,
     prefill_tokens: Annotated[int, Option(min=1, help="Prompt tokens of a prefill step.")] = 8192,
     layouts: Annotated[str | None, Option(help="Some layouts only, e.g. tp,dp.")] = None,
+    kinds: Annotated[str | None, Option(help="Compile some kinds of layers only: dense or moe.")] = None,
     block_size: Annotated[int, Option(min=1, help="Tokens per page.")] = 64,
     memory_fraction: Annotated[float, Option(min=0.01, max=1.0, help="Of a GPU's memory, for everything.")] = 0.9,
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
@@ -49,6 +50,7 @@ def preflight(
     case = draw_case(
         model, load_hardware(hardware), num_devices=num_devices, layouts=chosen, batch=batch, context=context,
         prefill_tokens=prefill_tokens, block_size=block_size, memory_fraction=memory_fraction, dtype=dtype,
+        kinds=() if kinds is None else tuple(kinds.split(",")),
     )  # fmt: skip
     began = perf_counter()
     with startup_bars() as progress:

@@ -43,6 +43,7 @@ class Case:
     prefill_tokens: int  # prompt rows of a prefill step, beside one row of every request
     budget: int  # bytes per rank for everything
     reserve: int
+    compiled_kinds: tuple[str, ...]  # of layers: programs are compiled for these
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -129,9 +130,13 @@ def draw_case(
     block_size: int,
     memory_fraction: float,
     dtype: str = "auto",
+    kinds: tuple[str, ...] = (),
     config: ModelConfig | None = None,
 ) -> Case:
-    """Check a question and derive its sizes. `config` is the model when the caller has it already."""
+    """Check a question and derive its sizes.
+
+    `kinds` of layers are compiled, all that the model has by default. `config` is the model when the caller has it.
+    """
     cfg = config or read_model(model)
     if context > cfg.max_position_embeddings:
         raise ConfigError(f"context {context} is more than the model's {cfg.max_position_embeddings} tokens.")
@@ -141,6 +146,9 @@ def draw_case(
     )  # fmt: skip
     made = tuple(make_layout(name, settings.mesh_shape) for name in layouts)
     check_heads(made[0], cfg.num_heads)
+    every = tuple(dict.fromkeys(layer_kind(cfg, i) for i in range(cfg.num_layers)))
+    if strange := [kind for kind in kinds if kind not in every]:
+        raise ConfigError(f"{model} has no layers of kind {', '.join(strange)}; it has: {', '.join(every)}.")
     served = cfg.dtype if dtype == "auto" else dtype
     row = (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * jnp.dtype(served).itemsize
     kv = KVShape(page_size=block_size, interleave=settings.interleave, bytes_per_token=row)
@@ -160,4 +168,5 @@ def draw_case(
         prefill_tokens=prefill_tokens,
         budget=int(hardware.hbm_bytes * memory_fraction),
         reserve=0,
+        compiled_kinds=kinds or every,
     )

@@ -35,7 +35,7 @@ def step_keys(case: Case) -> Iterator[StepKey]:
     """Embedding, one layer of each kind, and head, of every layout's two steps."""
     for layout in case.layouts:
         for step in STEPS:
-            for part in ("embed", *dict.fromkeys(case.kinds), "head"):
+            for part in ("embed", *case.compiled_kinds, "head"):
                 yield StepKey(part=part, layout=layout, bucket=case.buckets[layout][step], pages=case.pages(layout))
 
 
@@ -46,7 +46,7 @@ def switch_keys(case: Case) -> Iterator[SwitchKey]:
             continue
         yield SwitchKey(route=route)
         for step in STEPS:
-            for kind in dict.fromkeys(case.kinds[:-1]):
+            for kind in case.compiled_kinds:
                 yield SwitchKey(route=route, kind=kind, bucket=case.buckets[dst][step])
 
 

@@ -118,7 +118,7 @@ def _layout(case: Case, facts: Mapping[Key, Facts], layout: Layout) -> LayoutRep
         temporary_bytes={step: max(f.temporaries for f in of[step].values()) for step in STEPS},
         step_ms={step: 1e3 * sum(layer_seconds(case, layout, step)) for step in STEPS},
         collectives={
-            step: {kind: [_told(c) for c in of[step][kind].schedule.collectives] for kind in dict.fromkeys(case.kinds)}
+            step: {kind: [_told(c) for c in of[step][kind].schedule.collectives] for kind in case.compiled_kinds}
             for step in STEPS
         },
     )

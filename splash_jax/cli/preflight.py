@@ -42,6 +42,7 @@ def preflight(
 ) -> None:
     """Compile every step and switch for GPUs that are not here, and say what would happen on them."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU compiler is asked by name; a GPU that happens to be here is not
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # without a device the compiler has much to say about tuning
     from splash_jax.cost import load_hardware
     from splash_jax.layouts import ROLES
     from splash_jax.preflight import compile_case, draw_case, make_report

@@ -1,5 +1,6 @@
 """Compile what a case needs for its GPUs, and keep what is read from each program."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,10 +33,12 @@ class Facts:
 
 
 def step_keys(case: Case) -> Iterator[StepKey]:
-    """Embedding, one layer of each kind, and head, of every layout's two steps."""
+    """One layer of each kind in every layout's two steps; embedding and head, whose work is the same in all of them, in
+    the first layout's.
+    """
     for layout in case.layouts:
         for step in STEPS:
-            for part in ("embed", *case.compiled_kinds, "head"):
+            for part in (*case.compiled_kinds, *(("embed", "head") if layout == case.layouts[0] else ())):
                 yield StepKey(part=part, layout=layout, bucket=case.buckets[layout][step], pages=case.pages(layout))
 
 
@@ -55,7 +58,7 @@ def compile_case(case: Case, progress: Progress | None = None) -> dict[Key, Fact
     programs = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes)
     keys: list[Key] = [*step_keys(case), *switch_keys(case)]
     found: dict[Key, Facts] = {}
-    with clear_compile_errors(), ThreadPoolExecutor(2) as pool:
+    with clear_compile_errors(), ThreadPoolExecutor(os.cpu_count()) as pool:
         for key, facts in zip(keys, pool.map(lambda key: _compile(programs, key), keys), strict=True):
             found[key] = facts
             if progress:

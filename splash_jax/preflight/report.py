@@ -104,6 +104,15 @@ def _layout(case: Case, facts: Mapping[Key, Facts], layout: Layout) -> LayoutRep
     held = footprint(case.state, layout, pages=pages, page_size=size)
     own = {k: f for k, f in facts.items() if isinstance(k, StepKey) and k.layout == layout}
     of = {step: {k.part: f for k, f in own.items() if k.bucket == case.buckets[layout][step]} for step in STEPS}
+    first = case.layouts[0]
+    ends = {
+        step: [
+            f.temporaries
+            for k, f in facts.items()
+            if isinstance(k, StepKey) and k.part in ("embed", "head") and k.bucket == case.buckets[first][step]
+        ]
+        for step in STEPS
+    }
     return LayoutReport(
         layout=str(layout),
         projections_bytes=held.projections,
@@ -115,7 +124,7 @@ def _layout(case: Case, facts: Mapping[Key, Facts], layout: Layout) -> LayoutRep
         distinct_tokens=pages * size * layout.owner_groups * layout.position_shares,
         fits=case.lacks(layout) == 0,
         lacks_bytes=case.lacks(layout),
-        temporary_bytes={step: max(f.temporaries for f in of[step].values()) for step in STEPS},
+        temporary_bytes={step: max([f.temporaries for f in of[step].values()] + ends[step]) for step in STEPS},
         step_ms={step: 1e3 * sum(layer_seconds(case, layout, step)) for step in STEPS},
         collectives={
             step: {kind: [_told(c) for c in of[step][kind].schedule.collectives] for kind in case.compiled_kinds}

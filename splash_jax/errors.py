@@ -36,6 +36,10 @@ class ProgramMissing(SplashError, RuntimeError):
     """A step asked for a program that was not compiled ahead of serving."""
 
 
+class TargetError(SplashError, RuntimeError):
+    """A machine that programs cannot be compiled for here: what is missing is not in the model or its settings."""
+
+
 class EngineFailed(SplashError, RuntimeError):
     """A step of this engine raised in its middle: what it left cannot be trusted, and every request has ended."""
 

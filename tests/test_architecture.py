@@ -18,10 +18,11 @@ PACKAGES = ("splash_jax", "pallas_kernels")
 # From the bottom of the house upwards. Every room may import itself, and every room of splash_jax `errors`.
 MAY_IMPORT = {
     "errors": set(),
+    "configs": set(),
     "platforms": set(),
     "pallas_kernels": set(),
     "ownership": set(),
-    "cost": {"ownership"},
+    "cost": {"ownership", "configs"},
     "kv": {"ownership"},
     "scheduler": {"ownership", "kv", "cost"},
     "layouts": {"ownership"},
@@ -29,12 +30,13 @@ MAY_IMPORT = {
     "runtime": {"layouts", "models", "kv", "ownership", "pallas_kernels"},
     "engine": {"runtime", "scheduler", "models", "layouts", "kv", "ownership", "platforms"},
 }
+MAY_IMPORT["preflight"] = set(MAY_IMPORT)  # asks every room what it would do on a machine that is not here
 MAY_IMPORT["api"] = set(MAY_IMPORT)  # whatever is below it
 MAY_IMPORT["splash_jax"] = set(MAY_IMPORT)  # the package's front door: re-exports the api
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 # Replays a week of traffic on a laptop: no device, no JAX, nor anything that brings it.
-NO_JAX = {"ownership", "cost", "scheduler", "kv"}
+NO_JAX = {"configs", "ownership", "cost", "scheduler", "kv"}
 BUT_MAY_JAX = {"splash_jax.kv.store"}  # the device half of kv
 JAX_AND_KIN = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 

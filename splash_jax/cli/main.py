@@ -7,6 +7,7 @@ import typer
 from splash_jax.cli.demo import demo
 from splash_jax.cli.generate import generate
 from splash_jax.cli.plan import plan
+from splash_jax.cli.preflight import preflight
 from splash_jax.cli.process import one_line_errors
 
 EXAMPLES = """
@@ -32,6 +33,9 @@ app.command(
     epilog="\b\nExamples:\n  splash plan small -T 8 --tokens 40,100,300"
     "\n  splash plan small --mesh node=2,chip=4 --layouts"
 )(plan)
+app.command(epilog="\b\nExample:\n  splash preflight deepseek-v3.2 --hardware h200 -T 8 --batch 16 --context 131072")(
+    preflight
+)
 app.command(epilog="\b\nExample:\n  splash demo --out /tmp/splash_demo")(demo)
 
 

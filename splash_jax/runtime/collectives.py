@@ -28,6 +28,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")  # as JAX 0.12 writes them
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _NAME = re.compile(r"[\w.\-]+")
+_SCOPE = re.compile(r'op_name="([^"]*)"')
 _RANKS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -53,27 +54,59 @@ def collective_bytes(compiled: Any) -> list[Collective]:
     done whose start is not there, and for an element type without a width.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    ranks = math.prod(int(n) for n in _RANKS.findall(text.split("\n", 1)[0]))
+    ranks = rank_count(text)
     found, started = [], {}
     for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match is None:
+        it = read_instruction(line)
+        if it is None:
             continue
-        kind, _, phase = match["op"].rpartition("-")
-        if match["op"] in RECEIVED:
-            found.append(_collective(match["op"], match["type"], match["rest"], ranks))
+        kind, _, phase = it.op.rpartition("-")
+        if it.op in RECEIVED:
+            found.append(collective_of(it.op, it.type, it.rest, ranks))
         elif kind in RECEIVED and phase == "start":
-            started[match["name"]] = match["rest"]
+            started[it.name] = it.rest
         elif kind in RECEIVED and phase == "done":
-            start = next((word for word in _NAME.findall(match["rest"]) if word in started), None)
+            start = next((word for word in it.words() if word in started), None)
             if start is None:
-                raise ValueError(f"no line before {match['name']} starts what it ends: {line.strip()[:200]}")
-            found.append(_collective(kind, match["type"], started[start], ranks))
+                raise ValueError(f"no line before {it.name} starts what it ends: {line.strip()[:200]}")
+            found.append(collective_of(kind, it.type, started[start], ranks))
     return found
 
 
-def _collective(kind: str, result: str, rest: str, ranks: int) -> Collective:
-    scope = re.search(r'op_name="([^"]*)"', rest)
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of HLO text."""
+
+    name: str
+    type: str
+    op: str
+    rest: str  # operands, then attributes
+
+    @property
+    def scope(self) -> str:
+        """The path of named scopes and primitives that it came from; "" where the compiler made it."""
+        found = _SCOPE.search(self.rest)
+        return found[1] if found else ""
+
+    def words(self) -> list[str]:
+        """Everything in operands and attributes that may be a name."""
+        return _NAME.findall(self.rest)
+
+
+def read_instruction(line: str) -> Instruction | None:
+    """The instruction on a line of HLO text, if there is one."""
+    match = _INSTRUCTION.match(line)
+    return match and Instruction(match["name"], match["type"], match["op"], match["rest"])
+
+
+def rank_count(text: str) -> int:
+    """Ranks that a program of this HLO text runs on."""
+    return math.prod(int(n) for n in _RANKS.findall(text.split("\n", 1)[0]))
+
+
+def collective_of(kind: str, result: str, rest: str, ranks: int) -> Collective:
+    """The collective with this result type and these attributes in a program of so many ranks."""
+    scope = _SCOPE.search(rest)
     return Collective(
         kind=kind,
         result_bytes=sum(_array_bytes(*array) for array in _ARRAY.findall(result)),

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from splash_jax.errors import ProgramMissing
 from splash_jax.runtime.keys import Key, ResetKey, StepKey, SwitchKey
+from splash_jax.runtime.options import compiler_options
 from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.sampler import SamplerState
 from splash_jax.runtime.shapes import Shapes
@@ -33,6 +34,7 @@ class Programs:
         self.mesh, self.shapes = mesh, shapes
         self.sealed = False
         self._signatures = Signatures(mesh, shapes)
+        self._options = compiler_options(mesh)
         self._programs: dict[Key, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -46,7 +48,7 @@ class Programs:
         if program is None:
             if self.sealed:
                 raise ProgramMissing(f"no program was compiled for {key}; a step asked for what nobody announced.")
-            program = self.lower(key).compile()
+            program = self.lower(key).compile(compiler_options=self._options)
             with self._lock:
                 self._programs[key] = program
         return program

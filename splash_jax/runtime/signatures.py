@@ -213,8 +213,9 @@ class Signatures:
 
     def _more(self, route: Route) -> Signature:
         def more(pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
-            flat = pool.reshape(-1, route.grain, pool.shape[-1])
-            return scatter_round(route, flat, flat, read, write).reshape(pool.shape)
+            with jax.named_scope("switch.move"):
+                flat = pool.reshape(-1, route.grain, pool.shape[-1])
+                return scatter_round(route, flat, flat, read, write).reshape(pool.shape)
 
         maps = local_spec(route.dst)
         return Signature(

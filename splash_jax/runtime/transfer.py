@@ -191,9 +191,16 @@ def move_weights(route: Route, moved: dict[str, jax.Array], head_dims: dict[str,
         order = sorted(range(len(have)), key=lambda i: list(sizes).index(have[i]))
         lead = [sizes[name] for name in have]
         for n, w in moved.items():
-            w = jax.lax.all_gather(w, gathered, axis=head_dims[n], tiled=True)
-            moved = moved | {n: _reordered(w, head_dims[n], lead, order)}
+            moved = moved | {n: _reordered(_gather_heads(w, gathered, head_dims[n]), head_dims[n], lead, order)}
     return moved
+
+
+def _gather_heads(w: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """The parts of all ranks along `dim`. They travel as they lie: what has to be transposed is so on arrival, or else
+    the transfer would wait for a transposition that a GPU's scheduler puts behind the layer's compute.
+    """
+    parts = jnp.moveaxis(jax.lax.all_gather(w, axes), 0, dim)
+    return parts.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
 
 
 def _own_part(w: jax.Array, dim: int, before: int, axis: str, size: int) -> jax.Array:
@@ -303,6 +310,19 @@ def cut_maps(whole: Route, parts: int, maps: Maps) -> list[Maps]:
         return [np.concatenate([a, b.reshape(ranks, -1)], 1) for a, b in zip(local, sent, strict=True)]
 
     return [Maps(read, write) for read, write in zip(cut(maps.read), cut(maps.write), strict=True)]
+
+
+def exact_route(shapes: Shapes, plan: SwitchPlan) -> Route:
+    """The route of a plan without padding beyond its busiest buffer, one round: for this plan only."""
+    route = make_route(
+        shapes,
+        plan.before.layout,
+        plan.after.layout,
+        plan.before.pages_per_rank,
+        plan.after.pages_per_rank,
+        plan.weights,
+    )
+    return replace(route, sends=max(map(len, _by_sender(route, plan.kv).values()), default=0), in_rounds=False)
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:

@@ -1,0 +1,144 @@
+"""`splash preflight`: compile a model for GPUs that are not here, and read memory, collectives and overlap."""
+
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from splash_jax.cli.startup import startup_bars
+from splash_jax.cli.values import in_bytes, write_json
+
+if TYPE_CHECKING:
+    from splash_jax.preflight import Report
+
+NOTES = (
+    "pages: for which programs are compiled, what fits or what the batch needs. tokens: distinct, on all ranks.",
+    "moved: received by the busiest rank for one layer. overlap: share of it with compute between start and done.",
+    "peak, bound: of a rank at the switch, as compiled and by Eq. 5. exposed: Eq. 7, from published peaks.",
+    "spread: the same state moved ahead over so many decode steps.",
+)
+
+
+def preflight(
+    model: Annotated[str, typer.Argument(help="A name in configs/models, or a folder with a config.json.")],
+    hardware: Annotated[str, Option(help="A name in configs/hardware, or a TOML file like those there.")] = "h200",
+    num_devices: Annotated[int, Option("--num-devices", "-T", min=1, help="GPUs of the group, all on one host.")] = 8,
+    batch: Annotated[int, Option(min=1, help="Requests that are live at a switch.")] = 16,
+    context: Annotated[int, Option(min=1, help="Tokens of each.")] = 131072,
+    prefill_tokens: Annotated[int, Option(min=1, help="Prompt tokens of a prefill step.")] = 8192,
+    layouts: Annotated[str | None, Option(help="Some layouts only, e.g. tp,dp.")] = None,
+    kinds: Annotated[str | None, Option(help="Compile some kinds of layers only: dense or moe.")] = None,
+    block_size: Annotated[int, Option(min=1, help="Tokens per page.")] = 64,
+    memory_fraction: Annotated[float, Option(min=0.01, max=1.0, help="Of a GPU's memory, for everything.")] = 0.9,
+    dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
+    json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw what lies beside each transfer, as a PNG.")] = None,
+) -> None:
+    """Compile every step and switch for GPUs that are not here, and say what would happen on them."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU compiler is asked by name; a GPU that happens to be here is not
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # without a device the compiler has much to say about tuning
+    from splash_jax.cost import load_hardware
+    from splash_jax.layouts import ROLES
+    from splash_jax.preflight import compile_case, draw_case, make_report
+
+    chosen = tuple(ROLES) if layouts is None else tuple(dict.fromkeys(x.strip() for x in layouts.split(",")))
+    case = draw_case(
+        model, load_hardware(hardware), num_devices=num_devices, layouts=chosen, batch=batch, context=context,
+        prefill_tokens=prefill_tokens, block_size=block_size, memory_fraction=memory_fraction, dtype=dtype,
+        kinds=() if kinds is None else tuple(kinds.split(",")),
+    )  # fmt: skip
+    began = perf_counter()
+    with startup_bars() as progress:
+        facts = compile_case(case, progress)
+    report = make_report(case, facts, perf_counter() - began)
+    if str(json) != "-":
+        print_report(Console(highlight=False), report)
+    if json is not None:
+        write_json(json, report.as_json())
+    if plot is not None:
+        from splash_jax.cli.lanes import draw_lanes
+
+        draw_lanes(report, plot)
+
+
+def print_report(console: Console, report: "Report") -> None:
+    """Tables of layouts, of their collectives, of switches, and how long it all took to compile."""
+    case = report.case
+    console.print(
+        f"{case.name} on {case.layouts[0].size} x {case.hardware.name}, {case.shapes.dtype}: {case.batch} requests of "
+        f"{case.context:,} tokens, prefill steps of {case.prefill_tokens:,} tokens\n",
+        soft_wrap=True,
+    )
+    for table in (_layouts(report), _collectives(report), _switches(report)):
+        console.print(table)
+    for note in NOTES:
+        console.print(f"  {note}", soft_wrap=True)
+    for layout in report.layouts:
+        if not layout.fits:
+            lack, budget = in_bytes(layout.lacks_bytes), in_bytes(case.budget)
+            console.print(
+                f"* {layout.layout}: the batch does not fit; of {budget} per rank {lack} lack.", soft_wrap=True
+            )
+    slowest = max(report.facts, key=lambda key: report.facts[key].seconds)
+    console.print(
+        f"{len(report.facts)} programs compiled in {report.seconds:.0f} s; the slowest, {slowest}, took "
+        f"{report.facts[slowest].seconds:.1f} s.",
+        soft_wrap=True,
+    )
+
+
+def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _layouts(report: "Report") -> Table:
+    names = ("projections", "other weights", "KV", "KV, all ranks", "pages", "tokens", "temporaries")
+    table = _table("What a rank holds", ("layout",), (*names, "decode", "prefill"))
+    for x in report.layouts:
+        sizes = (x.projections_bytes, x.common_bytes, x.kv_bytes, x.kv_group_bytes)
+        temps = max(x.temporary_bytes.values())
+        times = (f"{x.step_ms[step]:.3g} ms" for step in x.step_ms)
+        table.add_row(
+            x.layout if x.fits else f"{x.layout} *", *map(in_bytes, sizes), f"{x.pages:,}", f"{x.distinct_tokens:,}",
+            in_bytes(temps), *times,
+        )  # fmt: skip
+    return table
+
+
+def _collectives(report: "Report") -> Table:
+    table = _table(
+        "Collectives of one layer (bytes that a rank receives)", ("layout", "layer", "decode", "prefill"), ()
+    )
+    for x in report.layouts:
+        for kind in x.collectives["decode"]:
+            cells = [
+                ", ".join(f"{c['kind']} {in_bytes(c['bytes'])}" for c in x.collectives[step][kind])
+                for step in ("decode", "prefill")
+            ]
+            table.add_row(x.layout, kind, *cells)
+    return table
+
+
+def _switches(report: "Report") -> Table:
+    names = ("planned", "moved", "overlap", "peak", "bound", "exposed in decode", "in prefill", "spread")
+    table = _table("Switches", ("switch", "weights", "KV"), names)
+    for x in report.switches:
+        overlap = "-" if x.overlapped_share is None else f"{100 * x.overlapped_share:.1f} %"
+        spread = "-" if not x.compiled_bytes else f"{x.spread['exposed_ms']:.3g} ms in {x.spread['steps']}"
+        times = [f"{ms:.3g} ms" for ms in (x.exposed_ms, x.exposed_ms_prefill)]
+        table.add_row(
+            f"{x.src} -> {x.dst}", x.primitives["weights"], x.primitives["kv"], in_bytes(x.planned_bytes),
+            in_bytes(x.compiled_bytes), overlap, in_bytes(x.peak_bytes), in_bytes(x.bound_bytes), *times, spread,
+        )  # fmt: skip
+    return table

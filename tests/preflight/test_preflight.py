@@ -1,0 +1,140 @@
+"""Preflight from end to end, for eight H200 that are not here. Sizes are small, the programs are the real ones."""
+
+import json
+from collections.abc import Mapping
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from splash_jax.cli.main import run
+from splash_jax.cost import load_hardware
+from splash_jax.errors import ConfigError, TargetError
+from splash_jax.models.config import ModelConfig
+from splash_jax.preflight import Report, compile_case, draw_case, make_report
+from splash_jax.preflight.case import read_model
+from splash_jax.preflight.timeline import timeline
+from splash_jax.runtime import SwitchKey
+from splash_jax.runtime.target import check_compiler
+from tests.support import LAYOUTS, SMALL
+
+SIZES: Mapping[str, Any] = {
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        check_compiler()
+    except TargetError as missing:
+        pytest.skip(str(missing))
+
+
+def small_case(layouts: tuple[str, ...], hardware: str = "h200", **changes: Any):
+    model = ModelConfig.from_dict({**SMALL, **SIZES, **changes}, "small fixture")
+    return draw_case(
+        "small fixture", load_hardware(hardware), num_devices=8, layouts=layouts, batch=16, context=1024,
+        prefill_tokens=256, block_size=16, memory_fraction=0.9, config=model,
+    )  # fmt: skip
+
+
+def compiled(case) -> Report:
+    return make_report(case, compile_case(case), 0.0)
+
+
+def check(report: Report) -> None:
+    """What the issue demands of every direction."""
+    assert {(s.src, s.dst) for s in report.switches} == set(permutations([str(x) for x in report.case.layouts], 2))
+    for switch in report.switches:
+        plan, _ = next(p for (a, b), p in report.case.switches.items() if (str(a), str(b)) == (switch.src, switch.dst))
+        assert switch.planned_bytes == max(plan.bytes_per_rank()) // plan.num_layers
+        assert switch.compiled_bytes == switch.planned_bytes, switch
+        assert not switch.waits, switch
+        assert switch.peak_bytes <= switch.bound_bytes, switch
+        assert (switch.overlapped_share is None) == (switch.compiled_bytes == 0)
+        if switch.compiled_bytes:
+            assert switch.overlapped_share is not None and switch.overlapped_share >= 0.95, switch
+            assert switch.computing_share is not None and switch.computing_share >= 0.5, switch
+            assert 0 < switch.exposed_ms_prefill <= switch.exposed_ms
+
+
+def test_both_primitives_lie_beside_compute():
+    """dop to cp gathers weights and exchanges histories; cp to dop exchanges them back."""
+    report = compiled(small_case(("dop", "cp"), first_k_dense_replace=2, num_hidden_layers=2))
+    check(report)
+    assert [s.primitives for s in report.switches] == [
+        {"weights": "all_gather", "kv": "all_to_all"},
+        {"weights": "discard", "kv": "all_to_all"},
+    ]
+    for key, facts in report.facts.items():
+        if isinstance(key, SwitchKey) and key.kind:
+            bars = timeline(report.case, key, "decode", facts.schedule)
+            assert {bar.what for bar in bars} == {"attention", "mlp", "exchange", "transfer"}
+            assert all(bar.end > bar.start >= 0 for bar in bars)
+
+
+@pytest.mark.slow
+def test_every_direction_lies_beside_compute():
+    """All twelve, beside dense and expert layers, in decode and prefill steps."""
+    check(compiled(small_case(LAYOUTS)))
+
+
+def test_b200_needs_a_newer_jax():
+    case = small_case(("tp", "dop"), "b200", first_k_dense_replace=2, num_hidden_layers=2)
+    if jax.__version_info__ >= (0, 11):
+        check(compiled(case))
+    else:
+        with pytest.raises(TargetError, match=r"does not accept the target description nvidia_b200\.txtpb.* JAX 0\.11"):
+            compile_case(case)
+
+
+@pytest.mark.parametrize(("name", "layers", "projections"), [("deepseek-v3.2", 61, 328), ("glm-5.3", 78, 284)])
+def test_models_at_full_size_agree_with_eq_9(name, layers, projections):
+    case = draw_case(
+        name, load_hardware("h200"), num_devices=8, layouts=LAYOUTS, batch=16, context=4096, prefill_tokens=8192,
+        block_size=64, memory_fraction=0.9,
+    )  # fmt: skip
+    assert (case.model.num_layers, case.state.projections) == (layers, projections * 2**20)
+    plans = {(str(a), str(b)): plan for (a, b), (plan, _) in case.switches.items()}
+    assert plans["tp", "dp"].weights.bytes_per_rank == projections * 2**20 * 7 // 8
+    live = 16 * 4096 * 576 * 2  # Bsk of Eq. 2
+    assert set(plans["dp", "tp"].kv.bytes_received(8)) == {live * 7 // 8}
+    assert set(plans["cp", "dop"].kv.bytes_received(8)) == {live * 7 // 8 // 8}
+
+
+def test_a_model_is_a_name_or_a_folder(tmp_path):
+    assert read_model("glm-5.3-flash").num_layers == 45
+    with pytest.raises(ConfigError, match=r"no model 'gpt': .* deepseek-v3\.2, glm-5\.3, glm-5\.3-flash"):
+        read_model("gpt")
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **SIZES}))
+    assert read_model(str(tmp_path)).hidden_size == 256
+
+
+def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SMALL, **SIZES, "first_k_dense_replace": 2, "num_hidden_layers": 2})
+    )
+    out, png = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["--layouts", "tp,dp", "--batch", "8", "--context", "512", "--prefill-tokens", "128"]
+    arguments += ["--json", str(out), "--plot", str(png)]
+    with pytest.raises(SystemExit) as end:
+        run(["preflight", str(tmp_path), "-T", "4", *arguments])
+    assert not end.value.code
+    text = capsys.readouterr().out
+    assert "tp -> dp" in text and "100.0 %" in text and "programs compiled in" in text
+    told = json.loads(out.read_text())
+    wanted = "src dst primitives planned_bytes compiled_bytes overlapped_share peak_bytes bound_bytes exposed_ms"
+    assert all(set(wanted.split()) <= set(switch) for switch in told["switches"])
+    assert png.read_bytes()[:4] == b"\x89PNG"

@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Option
 
 from splash_jax.cli.process import prepare_process
-from splash_jax.cli.values import byte_size, in_bytes, model_path, token_counts, write_json
+from splash_jax.cli.values import byte_size, check_json_target, in_bytes, model_path, token_counts, write_json
 
 if TYPE_CHECKING:
     from splash_jax.engine import Blueprint, EngineConfig
@@ -37,6 +37,7 @@ def plan(
     """Show the bytes of every layout and the plan of every switch between them."""
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
+    check_json_target(json)
     prepare_process(num_devices)
     from splash_jax.engine import EngineConfig
 
@@ -46,6 +47,11 @@ def plan(
     )  # fmt: skip
     drawn = _draw_up_each(config)
     example = next(b for b in drawn.values() if not isinstance(b, str))
+    if counts and max(counts) > example.shapes.max_model_len:
+        raise typer.BadParameter(
+            f"a request of {max(counts)} tokens is longer than the context, {example.shapes.max_model_len}.",
+            param_hint="--tokens",
+        )
     counts = counts or [max(1, example.shapes.max_model_len // 8)] * num_devices
     layouts = {name: b if isinstance(b, str) else _footprint(b) for name, b in drawn.items()}
     plans = {pair: _plan(drawn, *pair, counts) for pair in _directions(config, src, dst)}

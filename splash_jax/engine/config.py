@@ -1,6 +1,6 @@
 """Settings of an engine, checked whole before anything is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, Path):
+            raise ConfigError(f"model must be the pathlib.Path of a checkpoint directory, got {self.model!r}.")
         for name in ("num_devices", "max_num_seqs", "max_num_batched_tokens", "prefill_tile", "block_size"):
             self._positive(name, getattr(self, name))
         for name in ("max_model_len", "cp_interleave", "device_memory_bytes"):
@@ -42,17 +44,32 @@ class EngineConfig:
                 self._positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}.")
+        for name in ("reserve_bytes", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}.")
+        examples = {"layouts": "('tp', 'dp')", "directions": "(('tp', 'dp'),)", "decode_buckets": "(8,)"}
+        for name, example in examples.items():
+            value = getattr(self, name)
+            good = isinstance(value, Collection) and not isinstance(value, str)
+            if not good and (name, value) != ("directions", None):
+                raise ConfigError(f"{name} must be a tuple like {example}, got {value!r}.")
+        if not self.layouts:
+            raise LayoutError(f"layouts is empty; give it at least {self.layout!r}.")
         for layout in (self.layout, *self.layouts):
-            if layout not in ROLES:
+            if not isinstance(layout, str) or layout not in ROLES:
                 raise LayoutError(f"unknown layout {layout!r}; choose one of {', '.join(ROLES)}.")
         if self.layout not in self.layouts:
             raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
         for pair in self.directions or ():
-            if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(self.layouts):
+            two = isinstance(pair, tuple | list) and len(pair) == 2 and pair[0] != pair[1]
+            if not two or any(name not in list(self.layouts) for name in pair):
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
-        if any(size > self.max_num_seqs or size < 1 for size in self.decode_buckets):
+        for size in self.decode_buckets:
+            self._positive("each of decode_buckets", size)
+        if any(size > self.max_num_seqs for size in self.decode_buckets):
             raise ConfigError(
                 f"decode_buckets {self.decode_buckets} must lie in 1 to max_num_seqs {self.max_num_seqs}."
             )

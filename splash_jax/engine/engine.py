@@ -16,17 +16,19 @@ import numpy as np
 
 from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.interrupts import interrupts_held
 from splash_jax.engine.records import StepRecord
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError
 from splash_jax.kv import PagePool
+from splash_jax.models.config import read_model_config
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
 from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_switch
 from splash_jax.runtime import Draw, ResetKey, Results, Work, build_batch, run_step
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
-from splash_jax.scheduler.params import MAX_STOP_IDS
+from splash_jax.scheduler.params import GREEDY_BELOW, MAX_STOP_IDS
 
 log = logging.getLogger("splash_jax")
 
@@ -49,6 +51,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
@@ -96,7 +99,7 @@ class Engine:
                 seed = int(self._unseeded.integers(2**32)) if params.seed is None else params.seed
             request = Request(
                 name=name,
-                prompt_ids=list(prompt_ids),
+                prompt_ids=[int(i) for i in prompt_ids],
                 params=params,
                 seed=seed % 2**32,
                 sample=sample,
@@ -147,7 +150,7 @@ class Engine:
 
     def allowed_layout(self, name: str) -> Layout:
         """The layout of a name; raises `LayoutError` for one that this engine was not built for."""
-        if name not in self.blueprint.layouts:
+        if not isinstance(name, str) or name not in self.blueprint.layouts:
             raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(self.blueprint.layouts)}.")
         return self.blueprint.layouts[name]
 
@@ -169,9 +172,10 @@ class Engine:
     def step(self) -> None:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
-        Raises `EngineFailed` once a step has raised in its middle: what it left cannot be trusted.
+        Raises `EngineFailed` once a step has raised in its middle: what it left cannot be trusted. A keyboard interrupt
+        is raised after the step, which it leaves whole.
         """
-        with self._lock:
+        with interrupts_held(), self._lock:
             if self._failed is not None:
                 raise EngineFailed("an earlier step failed; build a new engine.") from self._failed
             try:
@@ -201,9 +205,19 @@ class Engine:
             self.pool.check(live=())
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
-        """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it."""
+        """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it.
+
+        Raises `RequestError` for a name that is unknown or not done.
+        """
         with self._lock:
-            request, ending = self._requests.pop(name)
+            if name not in self._requests:
+                raise RequestError(f"no request is named {name!r}, or its result was taken already.")
+            request, ending = self._requests[name]
+            if request.status is not Status.FINISHED:
+                raise RequestError(
+                    f"request {name!r} is {request.status.value}: step until it is finished, or drop it."
+                )
+            del self._requests[name]
             rows = self._scores.pop(name, None)
         return request, ending.text, None if rows is None else np.concatenate(rows)
 
@@ -268,7 +282,7 @@ class Engine:
         if chunk.draws:
             token = request.total - len(request.prompt_ids)
             draw = Draw(
-                temperature=params.temperature,
+                temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
                 top_k=max(params.top_k, 0),
                 top_p=params.top_p,
                 min_p=params.min_p,

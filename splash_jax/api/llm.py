@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
@@ -103,15 +104,14 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise RequestError("chat needs a tokenizer; leave skip_tokenizer_init at False.")
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        conversations: Any = _conversations(messages)
         ids = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
         return self.generate(ids, sampling_params, switches=switches, on_step=on_step)
 
     def logits(self, token_ids: Sequence[int], *, switches: Mapping[int, Move] | None = None) -> np.ndarray:
         """Logits after each of the given tokens, f32[len, vocab], computed by the serving path: chunked and paged."""
         self._check_switches(switches)
-        request = self.engine.add_request(self._name(), list(token_ids), SamplingParams(), score=True)
+        request = self.engine.add_request(self._name(), _ids(token_ids), SamplingParams(), score=True)
         refusal = self._run([request], switches, None)
         rows = self._take_logits(request)
         if refusal is not None:
@@ -129,7 +129,7 @@ class LLM:
         target = engine.allowed_layout(dst)
         if tokens is not None:
             pool = PagePool(source, engine.blueprint.shapes.kv, engine.blueprint.pages[source])
-            for i, count in enumerate(tokens):
+            for i, count in enumerate(_counts(tokens, engine.max_model_len)):
                 pool.add(str(i), i % source.size)
                 if pool.shortfall(str(i), count):
                     raise RequestError(f"layout {source} has no room for requests of {list(tokens)} tokens.")
@@ -150,6 +150,8 @@ class LLM:
         return future.result()
 
     def _check_switches(self, switches: Mapping[int, Move] | None) -> None:
+        if switches is not None and not isinstance(switches, Mapping):
+            raise RequestError(f"switches maps steps to layouts, like {{16: 'cp'}}; got {switches!r:.200}.")
         for step, name in (switches or {}).items():
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise RequestError(f"switches maps steps, whole numbers from 0, to layouts; got step {step!r}.")
@@ -157,7 +159,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _ids(prompt)
         if self.engine.tokenizer is None:
             raise RequestError("text prompts need a tokenizer; pass token ids or skip_tokenizer_init=False.")
         return self.engine.tokenizer.encode(prompt)
@@ -207,13 +209,13 @@ class LLM:
                     for record in self.engine.records[seen:]:
                         on_step(record)
                     seen = len(self.engine.records)
+            self._drive(lambda: not all(future.done() for future in futures))
+            self._settle()
             if any(request.error for request in requests):
                 self.engine.raise_if_failed()
         except BaseException:
             self._drop(requests)
             raise
-        self._drive(lambda: not all(future.done() for future in futures))
-        self._settle()
         errors = (future.exception() for future in futures)
         return next((error for error in errors if isinstance(error, SplashError)), None)
 
@@ -276,14 +278,46 @@ def _move(move: Move) -> tuple[str, str]:
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    several = _listed(prompts, "prompts must be text, token ids, or a list of these")
+    return [several] if several and isinstance(several[0], int) else several
+
+
+def _ids(prompt: Any) -> list[int]:
+    return _listed(prompt, "a prompt must be text or a list of token ids")
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation or several, as a list."""
+    several = _listed(messages, "messages must be a list of messages, or a list of such lists")
+    if not several or isinstance(several[0], Mapping):
+        return [several]
+    return [_listed(each, "a conversation must be a list of messages") for each in several]
+
+
+def _counts(tokens: Any, limit: int) -> list[int]:
+    counts = _listed(tokens, "tokens must be a list of token counts")
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
+            raise RequestError(f"tokens must be whole numbers from 1 to the context {limit}, got {count!r}.")
+    return counts
+
+
+def _listed(value: Any, rule: str) -> list[Any]:
+    """A sequence or an array as a list of Python values. Raises `RequestError`, which begins with `rule`."""
+    if isinstance(value, np.ndarray | jax.Array) and value.ndim > 0:
+        return np.asarray(value).tolist()
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+        raise RequestError(f"{rule}; got {type(value).__name__} {value!r:.200}.")
+    return [each.item() if isinstance(each, np.generic) else each for each in value]
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise RequestError(f"sampling_params must be one SamplingParams or a list of them; got {params!r:.200}.")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one each.")
     return list(params)

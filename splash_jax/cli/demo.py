@@ -36,6 +36,7 @@ def demo(
     """
     began = perf_counter()
     console = Console(stderr=json, highlight=False)
+    _make_folder(out)
     prepare_process(num_devices)
     console.print(f"SPLASH demo: 16 prompts, {num_devices} devices, layouts {' -> '.join(script.layouts())}.")
     llm = _start(console, model_path(model), num_devices)
@@ -120,10 +121,19 @@ def _place(num_devices: int) -> str:
     return f"times on {num_devices} x {jax.devices()[0].device_kind}"
 
 
+def _make_folder(out: Path) -> None:
+    """Make the folder of the results before the run, not after it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{out} cannot be a folder ({error.strerror}); choose another.", param_hint="--out"
+        ) from None
+
+
 def _save(out: Path, result: dict[str, Any], records: "list[StepRecord]", num_devices: int) -> None:
     from splash_jax.cli.plots import draw_run
 
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "run.json", result)
     draw_run(records, out / "run.png", num_devices)
 

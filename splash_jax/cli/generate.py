@@ -11,7 +11,14 @@ from typer import Option
 
 from splash_jax.cli.process import prepare_process
 from splash_jax.cli.startup import STDERR, startup_bars
-from splash_jax.cli.values import byte_size, mesh_and_ranks, model_path, switch_steps, write_json
+from splash_jax.cli.values import (
+    byte_size,
+    check_json_target,
+    mesh_and_ranks,
+    model_path,
+    switch_steps,
+    write_json,
+)
 from splash_jax.errors import SplashError
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ def generate(
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on after the end of a text.")] = False,
     logprobs: Annotated[int | None, Option(help="Show each token's log-probability and so many alternatives.")] = None,
     max_model_len: Annotated[int | None, Option(help="Context length; default: the model's.")] = None,
-    max_num_seqs: Annotated[int | None, Option(help="Requests that run at once; default: up to 16.")] = None,
+    max_num_seqs: Annotated[int | None, Option(min=1, help="Requests that run at once; default: up to 16.")] = None,
     device_memory_bytes: Annotated[str | None, Option(metavar="SIZE", help="Per device, e.g. 64M or 1G.")] = None,
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
     json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write results as JSON; - is stdout.")] = None,
@@ -48,6 +55,7 @@ def generate(
     """Complete prompts, on any number of devices, switching the layout where asked to."""
     prompts = _read_prompts(prompt or [], prompts_file)
     switches = switch_steps(switch or [])
+    check_json_target(json)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
     axes, ranks = mesh_and_ranks(mesh, num_devices)
     prepare_process(ranks)
@@ -83,7 +91,12 @@ def generate(
 def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     if bool(given) == (file is not None):
         raise typer.BadParameter("give prompts with --prompt (repeatable) or with --prompts-file, one of the two.")
-    prompts = given if file is None else [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
+    try:
+        prompts = given if file is None else [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{file} is not UTF-8 text (byte {error.start}); convert it first.", param_hint="--prompts-file"
+        ) from None
     if not prompts:
         raise typer.BadParameter(f"{file} has no line with text.", param_hint="--prompts-file")
     return prompts

@@ -12,7 +12,15 @@ from rich.table import Table
 from typer import Option
 
 from splash_jax.cli.process import prepare_process
-from splash_jax.cli.values import byte_size, in_bytes, mesh_and_ranks, model_path, token_counts, write_json
+from splash_jax.cli.values import (
+    byte_size,
+    check_json_target,
+    in_bytes,
+    mesh_and_ranks,
+    model_path,
+    token_counts,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +51,7 @@ def plan(
     """Show the bytes of every layout and the plan of every switch between them."""
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
+    check_json_target(json)
     if mesh is None and num_devices is None:
         raise typer.BadParameter("give the number of ranks, -T 8, or their axes, --mesh node=2,chip=4.")
     axes, ranks = mesh_and_ranks(mesh, num_devices)
@@ -56,6 +65,11 @@ def plan(
     config = replace(config, layouts=_layouts(config, layouts, src, dst))
     drawn = _draw_up_each(config)
     example = next(b for b in drawn.values() if not isinstance(b, str))
+    if counts and max(counts) > example.shapes.max_model_len:
+        raise typer.BadParameter(
+            f"a request of {max(counts)} tokens is longer than the context, {example.shapes.max_model_len}.",
+            param_hint="--tokens",
+        )
     counts = counts or [max(1, example.shapes.max_model_len // 8)] * ranks
     held = {name: b if isinstance(b, str) else _footprint(b) for name, b in drawn.items()}
     plans = {} if layouts else {pair: _plan(drawn, *pair, counts) for pair in _directions(config, src, dst)}
@@ -70,17 +84,18 @@ def plan(
 def _layouts(config: "EngineConfig", every: bool, src: str | None, dst: str | None) -> tuple[str, ...]:
     """The layouts to show: with `every` all that the mesh has, else one role on all axes, and those asked for."""
     from splash_jax.errors import LayoutError
+    from splash_jax.layouts import ROLES
 
     mesh = config.mesh_shape
     if every and config.mesh is not None:
-        return tuple(_name(mesh, roles) for roles in product(config.layouts, repeat=len(mesh)))
+        return tuple(_name(mesh, roles) for roles in product(ROLES, repeat=len(mesh)))
     for name, value in (("--src", src), ("--dst", dst)):
         try:
             config.layout_of(value or "tp")
         except LayoutError as error:
             raise typer.BadParameter(str(error), param_hint=name) from None
     asked = (name for name in (src, dst) if name is not None)
-    return tuple(dict.fromkeys((*config.layouts, *asked)))
+    return tuple(dict.fromkeys((*ROLES, *asked)))
 
 
 def _name(mesh: "Mapping[str, int]", roles: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -75,6 +76,18 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 999.5 else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
+
+
+def check_json_target(target: Path | None) -> None:
+    """Refuse, before a long run, a file that could not be written after it."""
+    if target is None or str(target) == "-":
+        return
+    if target.is_dir():
+        raise typer.BadParameter(f"{target} is a folder; name a file in it.", param_hint="--json")
+    if not target.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {target.parent}; make it first.", param_hint="--json")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise typer.BadParameter(f"{target} may not be written; choose another file.", param_hint="--json")
 
 
 def write_json(target: Path, value: Any) -> None:

@@ -11,7 +11,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from splash_jax.engine.config import EngineConfig
-from splash_jax.engine.platform import free_memory, prepare_platform, use_compilation_cache
+from splash_jax.engine.platform import (
+    free_memory,
+    prepare_platform,
+    room_on_devices,
+    start_devices,
+    use_compilation_cache,
+)
 from splash_jax.errors import ConfigError
 from splash_jax.kv.store import empty_pools, pool_struct
 from splash_jax.layouts import attention_mesh, pool_spec, weight_spec
@@ -37,6 +43,7 @@ from splash_jax.runtime import (
     spread_programs,
 )
 from splash_jax.runtime.keys import Key
+from splash_jax.runtime.shapes import NOWHERE
 from splash_jax.runtime.sizes import state_bytes
 from splash_jax.runtime.transfer import Route
 
@@ -138,6 +145,11 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
                 f"{need}: {short} bytes lack. Raise device_memory_bytes (now {budget}), lower max_model_len, or leave "
                 f"{layout} out of layouts."
             )
+        if pages[layout] * kv.page_size >= NOWHERE:
+            raise ConfigError(
+                f"layout {layout} has {pages[layout]} pages of {kv.page_size} tokens per rank, more than the {NOWHERE} "
+                f"tokens that can be numbered. Lower device_memory_bytes (now {budget})."
+            )
     buckets = {layout: make_buckets(config, layout) for layout in layouts.values()}
     return Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
@@ -203,10 +215,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
     checkpoint = open_checkpoint(blueprint)
     prepare_platform(config.num_devices)
     use_compilation_cache(config.compilation_cache_dir)
+    start_devices()
     mesh = attention_mesh(dict(config.mesh_shape))
     if config.device_memory_bytes is None and (free := free_memory(mesh)) is not None:
         blueprint = draw_up(config, free)
-    state = load_state(blueprint, mesh, checkpoint, progress)
+    asked = config.device_memory_bytes
+    with room_on_devices(f"device_memory_bytes ({asked or 'not set'}) or max_num_seqs ({config.max_num_seqs})"):
+        state = load_state(blueprint, mesh, checkpoint, progress)
+        jax.block_until_ready((state.weights, state.pools, state.sampler))
     programs = Programs(mesh, blueprint.shapes)
     if config.compile_ahead:
         report = None if progress is None else lambda done, total: progress("compiling programs", done, total)

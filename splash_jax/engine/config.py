@@ -1,12 +1,12 @@
 """Settings of an engine, checked whole before anything is loaded."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from splash_jax.errors import ConfigError, LayoutError
-from splash_jax.layouts import ROLES, make_layout
+from splash_jax.layouts import make_layout
 from splash_jax.ownership import Layout
 from splash_jax.runtime import SwitchMode
 
@@ -22,7 +22,7 @@ class EngineConfig:
     num_devices: int = 1
     mesh: Mapping[str, int] | None = None  # axis -> size, num_devices in all; None: one axis, "rank"
     layout: str = "tp"
-    layouts: tuple[str, ...] = tuple(ROLES)  # what it may switch to; programs are compiled for these
+    layouts: tuple[str, ...] = ("tp", "dp", "cp", "dop")  # what it may switch to; programs are compiled for these
     directions: tuple[tuple[str, str], ...] | None = None  # switches it may make; None: between any two layouts
     switch_modes: tuple[str, ...] = ("splash", "blocking")  # ways to switch; programs are compiled for these
     spread_layers: int = 1  # layers that a spread switch moves per step
@@ -45,6 +45,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, Path):
+            raise ConfigError(f"model must be the pathlib.Path of a checkpoint directory, got {self.model!r}.")
         for name in (
             "num_devices",
             "max_num_seqs",
@@ -60,13 +62,27 @@ class EngineConfig:
                 self._positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}.")
+        for name in ("reserve_bytes", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}.")
+        examples = {"layouts": "('tp', 'dp')", "directions": "(('tp', 'dp'),)", "decode_buckets": "(8,)"}
+        for name, example in examples.items():
+            value = getattr(self, name)
+            good = isinstance(value, Collection) and not isinstance(value, str)
+            if not good and (name, value) != ("directions", None):
+                raise ConfigError(f"{name} must be a tuple like {example}, got {value!r}.")
+        if not self.layouts:
+            raise LayoutError(f"layouts is empty; give it at least {self.layout!r}.")
         self._check_mesh()
         self._check_layouts()
         if not self.switch_modes or not set(self.switch_modes) <= set(SwitchMode):
             raise ConfigError(f"switch_modes must be some of {', '.join(SwitchMode)}, got {self.switch_modes!r}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
-        if any(size > self.max_num_seqs or size < 1 for size in self.decode_buckets):
+        for size in self.decode_buckets:
+            self._positive("each of decode_buckets", size)
+        if any(size > self.max_num_seqs for size in self.decode_buckets):
             raise ConfigError(
                 f"decode_buckets {self.decode_buckets} must lie in 1 to max_num_seqs {self.max_num_seqs}."
             )
@@ -108,8 +124,8 @@ class EngineConfig:
         if str(self.layout_of(self.layout)) not in allowed:
             raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
         for pair in self.directions or ():
-            known = {self.spelled_out(name) for name in pair}
-            if len(pair) != 2 or len(known) != 2 or not known <= allowed:
+            known = {self.spelled_out(name) for name in pair} if isinstance(pair, tuple | list) else set()
+            if len(known) != 2 or len(pair) != 2 or not known <= allowed:
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
 
     def _positive(self, name: str, value: object) -> None:

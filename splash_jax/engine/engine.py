@@ -16,10 +16,12 @@ import numpy as np
 
 from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.interrupts import interrupts_held
 from splash_jax.engine.records import StepRecord
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
 from splash_jax.kv import PagePool, TwinPool
+from splash_jax.models.config import read_model_config
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
 from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_between, plan_switch
 from splash_jax.runtime import (
@@ -40,7 +42,7 @@ from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.runtime.transfer import lacks_room
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
-from splash_jax.scheduler.params import MAX_STOP_IDS
+from splash_jax.scheduler.params import GREEDY_BELOW, MAX_STOP_IDS
 
 log = logging.getLogger("splash_jax")
 
@@ -63,6 +65,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
@@ -112,7 +115,7 @@ class Engine:
                 seed = int(self._unseeded.integers(2**32)) if params.seed is None else params.seed
             request = Request(
                 name=name,
-                prompt_ids=list(prompt_ids),
+                prompt_ids=[int(i) for i in prompt_ids],
                 params=params,
                 seed=seed % 2**32,
                 sample=sample,
@@ -178,7 +181,9 @@ class Engine:
     def allowed_layout(self, name: str) -> Layout:
         """The layout of a name; raises `LayoutError` for one that this engine was not built for."""
         allowed = self.blueprint.layouts
-        layout = allowed.get(name) or allowed.get(self.config.spelled_out(name))
+        layout = None
+        if isinstance(name, str):
+            layout = allowed.get(name) or allowed.get(self.config.spelled_out(name))
         if layout is None:
             raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(allowed)}.")
         return layout
@@ -202,9 +207,10 @@ class Engine:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
         Raises `EngineFailed` when the step raises in its middle, and ever after: what it left cannot be trusted. Every
-        request has ended with an error then, and its pages are free.
+        request has ended with an error then, and its pages are free. A
+        keyboard interrupt is raised after the step, which it leaves whole.
         """
-        with self._lock:
+        with interrupts_held(), self._lock:
             self.raise_if_failed()
             try:
                 self._step()
@@ -260,9 +266,19 @@ class Engine:
             self.pool.check(live=())
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
-        """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it."""
+        """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it.
+
+        Raises `RequestError` for a name that is unknown or not done.
+        """
         with self._lock:
-            request, ending = self._requests.pop(name)
+            if name not in self._requests:
+                raise RequestError(f"no request is named {name!r}, or its result was taken already.")
+            request, ending = self._requests[name]
+            if request.status is not Status.FINISHED:
+                raise RequestError(
+                    f"request {name!r} is {request.status.value}: step until it is finished, or drop it."
+                )
+            del self._requests[name]
             rows = self._scores.pop(name, None)
         return request, ending.text, None if rows is None else np.concatenate(rows)
 
@@ -374,7 +390,7 @@ class Engine:
         if chunk.draws:
             token = request.total - len(request.prompt_ids)
             draw = Draw(
-                temperature=params.temperature,
+                temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
                 top_k=max(params.top_k, 0),
                 top_p=params.top_p,
                 min_p=params.min_p,

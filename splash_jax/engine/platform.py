@@ -3,12 +3,17 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from splash_jax.errors import ConfigError
 from splash_jax.platforms import on_cpu
+
+_FULL = "RESOURCE_EXHAUSTED"
 
 log = logging.getLogger("splash_jax")
 
@@ -32,6 +37,29 @@ def prepare_platform(num_devices: int) -> None:
             "several virtual CPU devices can deadlock in this JAX: set NPROC=32 in the environment before JAX starts.",
             stacklevel=3,
         )
+
+
+def start_devices() -> None:
+    """Start JAX's devices if they are not. Raises `ConfigError` where there are none of the platform asked for."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an assertion of JAX's own where a plugin finds no device
+        asked = os.environ.get("JAX_PLATFORMS") or "not set"
+        raise ConfigError(
+            f"JAX finds no device; JAX_PLATFORMS is {asked}. Correct it, or set JAX_PLATFORMS=cpu ({error})."
+        ) from error
+
+
+@contextmanager
+def room_on_devices(budget: str) -> Iterator[None]:
+    """Turn the devices' "out of memory" into a `ConfigError` that names the settings to lower."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if _FULL not in str(error):
+            raise
+        told = str(error).partition(_FULL)[2].strip(": ").splitlines()[0]
+        raise ConfigError(f"the devices have no room for this engine ({told}). Lower {budget}.") from error
 
 
 def use_compilation_cache(path: Path | None) -> None:

@@ -35,6 +35,8 @@ def make_layout(roles: str | Mapping[str, str] | Layout, mesh_shape: Mapping[str
         if {axis.name: axis.size for axis in roles.axes} != dict(mesh_shape):
             raise LayoutError(f"layout {roles} is of another mesh than {dict(mesh_shape)}.")
         return roles
+    if not isinstance(roles, str | Mapping):
+        raise LayoutError(f"unknown layout {roles!r}; choose one of {', '.join(ROLES)}.")
     by_axis = _parse(roles, mesh_shape)
     if set(by_axis) != set(mesh_shape):
         raise LayoutError(f"layout {roles!r} names axes {sorted(by_axis)}; the mesh has {list(mesh_shape)}.")

@@ -67,6 +67,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer's own settings ask for."""
+        _refuse_surrogates(text)
         return self._inner.encode(text, verbose=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -106,6 +107,7 @@ class Tokenizer:
                 f"the chat template refuses these messages ({error})."
                 " Change their roles or order, or send a text prompt."
             ) from error
+        _refuse_surrogates(str(text))
         return self._inner.encode(str(text), add_special_tokens=False, verbose=False)
 
 
@@ -166,6 +168,16 @@ class Detokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)
+
+
+def _refuse_surrogates(text: str) -> None:
+    """Raise RequestError for text that is no Unicode, such as a command line with foreign bytes leaves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has half a character, {text[error.start]!r}, at {error.start}: decode it, mostly as UTF-8."
+        ) from None
 
 
 def _load(path: Path) -> "PreTrainedTokenizerBase":

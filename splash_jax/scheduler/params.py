@@ -1,6 +1,5 @@
 """How a request wants its tokens: names, meanings and defaults are vLLM's."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ from splash_jax.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
+GREEDY_BELOW = 1e-5  # a temperature below is 0: dividing by it would only overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class SamplingParams:
     """
 
     n: int = 1  # samples of the prompt
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0, or less than 1e-5: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: no limit
     min_p: float = 0.0
@@ -53,6 +53,13 @@ class SamplingParams:
             self._whole("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None:
             self._whole("seed", 0, 2**63 - 1)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Sequence):
+                raise RequestError(f"{name} must be a list, got {value!r}.")
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise RequestError(f"stop must be non-empty text, got {self.stop!r}.")
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in self.stop_token_ids or ()):
@@ -76,7 +83,7 @@ class SamplingParams:
 
     def _number(self, name: str, least: float, most: float, *, above: bool = False) -> None:
         value = getattr(self, name)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
         if not good or not least <= value <= most or (above and value == least):
             raise RequestError(
                 f"{name} must be {'above' if above else 'from'} {least} {'and at most' if above else 'to'} {most}, "

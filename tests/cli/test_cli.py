@@ -63,6 +63,15 @@ def ends(arguments: list[str]) -> int | str | None:
         (["plan", "small", "-T", "2", "--device-memory-bytes", "lots"], "'lots' is not a size in bytes; write 64M"),
         (["generate", "small"], "give prompts with --prompt (repeatable) or with --prompts-file"),
         (["generate", "small", "--prompt", "a", "--prompts-file", "b"], "one of the two"),
+        (
+            ["plan", "small", "-T", "2", "--tokens", "4,5000"],
+            "a request of 5000 tokens is longer than the context, 2048.",
+        ),
+        (["plan", "small", "-T", "2", "--json", "nowhere/a.json"], "there is no folder nowhere; make it first."),
+        (["plan", "small", "-T", "2", "--json", "."], ". is a folder; name a file in it."),
+        (["generate", "small", "--prompt", "a", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["generate", "small", "--prompt", "a", "--max-num-seqs", "0"], "Input should be greater than or equal to 1"),
+        (["demo", "--out", f"{__file__}/pictures"], "cannot be a folder (Not a directory); choose another."),
         (["generate", "small", "--prompt", "a", "--switch", "dp"], "'dp' is not STEP:LAYOUT; write 40:dp."),
         (["generate", "small", "--prompt", "a", "--switch", "3:dp", "--switch", "3:cp"], "step 3 has two switches"),
     ],
@@ -76,6 +85,7 @@ def test_usage_errors_say_what_to_write(arguments, words, capsys):
     ("arguments", "words"),
     [
         (["plan", "nowhere", "-T", "2"], "nowhere/config.json: cannot be read"),
+        (["generate", "nowhere", "--prompt", "a"], "nowhere/config.json: cannot be read"),
         (["plan", "small", "-T", "3"], "8 attention heads cannot be split over 3 devices"),
         (["plan", "small", "-T", "2", "--dtype", "int4"], "dtype must be auto, float32 or bfloat16, got 'int4'."),
         (
@@ -98,6 +108,12 @@ def test_an_empty_file_of_prompts_is_refused(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("\n \n")
     assert ends(["generate", "small", "--prompts-file", str(tmp_path / "prompts.txt")]) == 2
     assert "has no line with text" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_of_prompts_in_another_encoding_is_refused(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_bytes("Die Bücher".encode("latin-1"))
+    assert ends(["generate", "small", "--prompts-file", str(tmp_path / "prompts.txt")]) == 2
+    assert "is not UTF-8 text (byte 5); convert it first." in " ".join(capsys.readouterr().err.split())
 
 
 def test_version_and_help(capsys):

@@ -17,7 +17,10 @@ from tests.support import HYBRIDS, MESHES, assert_all_free, make_llm, write_chec
 
 
 def walk(llm: LLM, switches: int, seed: int, modes: Sequence[str] = ("splash",)) -> list[Request]:
-    """Random traffic with so many switches, along the engine's directions, each in one of `modes`; returns every request there was."""
+    """Random traffic with so many switches, along the engine's directions, each in one of `modes`.
+
+    Returns every request there was.
+    """
     rng, engine = random.Random(seed), llm.engine
     requests: list[Request] = []
     asked, layout = 0, llm.layout

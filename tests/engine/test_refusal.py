@@ -4,9 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from splash_jax import LLM, SamplingParams
+from splash_jax.api.llm import _conversations
+from splash_jax.engine.platform import room_on_devices, start_devices
 from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
 from splash_jax.ownership.footprint import IN_TRANSIT
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
@@ -98,6 +103,19 @@ def test_a_direction_nobody_announced(small: Path) -> None:
         ({"num_devices": 0}, "num_devices must be a whole number of at least 1, got 0"),
         ({"block_size": 4, "cp_interleave": 3}, "cp_interleave 3 must divide block_size 4"),
         ({"decode_buckets": (99,)}, r"decode_buckets \(99,\) must lie in 1 to max_num_seqs 8"),
+        ({"decode_buckets": 8}, r"decode_buckets must be a tuple like \(8,\), got 8"),
+        ({"decode_buckets": (2.5,)}, "each of decode_buckets must be a whole number of at least 1, got 2.5"),
+        ({"layouts": "tp"}, r"layouts must be a tuple like \('tp', 'dp'\), got 'tp'"),
+        ({"layouts": ()}, "layouts is empty; give it at least 'tp'"),
+        ({"layout": ["tp"]}, r"unknown layout \['tp'\]; choose one of tp, dp, cp, dop"),
+        ({"directions": 5}, r"directions must be a tuple like \(\('tp', 'dp'\),\), got 5"),
+        ({"directions": ("tp", "dp")}, "direction 'tp' must be two different ones of tp, dp, cp, dop"),
+        ({"reserve_bytes": -1}, "reserve_bytes must be a whole number of at least 0, got -1"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        (
+            {"device_memory_bytes": 10**18},
+            r"more than the 1073741824 tokens that can be numbered\. Lower device_memory",
+        ),
         ({"dtype": "float8"}, "dtype must be auto, float32 or bfloat16, got 'float8'"),
         ({"device_memory_bytes": 1000}, r"does not fit: 1000 bytes per rank lack \d+ bytes for one page"),
     ],
@@ -133,12 +151,106 @@ def test_another_architecture(tmp_path: Path) -> None:
         ([1.5], "token id 1.5 is not in the vocabulary"),
         ([5] * 256, "the prompt has 256 tokens.* context holds 256, one of them drawn.* [Ss]horten it"),
         ("text", "text prompts need a tokenizer"),
+        (None, "a prompt must be text or a list of token ids; got NoneType None"),
+        (b"ab", "a prompt must be text or a list of token ids; got bytes b'ab'"),
+        (7.5, r"a prompt must be text or a list of token ids; got float 7\.5"),
+        ({5}, "a prompt must be text or a list of token ids; got set"),
     ],
 )
 def test_prompts_that_cannot_be_served_queue_nothing(llm: LLM, prompt: object, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate([[5, 6], prompt], greedy(4))  # type: ignore[list-item]
     assert_all_free(llm)
+
+
+def test_what_is_no_list_of_prompts(llm: LLM) -> None:
+    for prompts in (None, 5, b"ab", {"prompt": [5]}, iter([[5]])):
+        with pytest.raises(RequestError, match="prompts must be text, token ids, or a list of these; got"):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="a prompt must be text or a list of token ids; got int 5"):
+        llm.logits(5)  # type: ignore[arg-type]
+    assert_all_free(llm)
+
+
+def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
+    (want,) = llm.generate([[5, 6]], greedy(2))
+    for prompts in (np.array([5, 6]), np.array([[5, 6]]), [np.array([5, 6])], jnp.array([5, 6]), [np.int32(5), 6]):
+        (output,) = llm.generate(prompts, greedy(2))  # type: ignore[arg-type]
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids
+        assert json.dumps(output.prompt_token_ids) == "[5, 6]"
+
+
+def test_what_is_no_conversation() -> None:
+    user = {"role": "user", "content": "hi"}
+    assert _conversations([user]) == [[user]] and _conversations(([user], [user])) == [[user], [user]]
+    assert _conversations([]) == [[]]  # which the tokenizer refuses: messages is empty
+    bad = {
+        "messages must be a list of messages": None,
+        "or a list of such lists; got str 'hi'": "hi",
+        "got dict": user,
+        "a conversation must be a list of messages; got int 5": [5],
+    }
+    for words, messages in bad.items():
+        with pytest.raises(RequestError, match=words):
+            _conversations(messages)
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy(llm: LLM) -> None:
+    prompts = [tokens(9, i) for i in range(4)]
+    want = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(6))]
+    for temperature in (2e-38, 1e-9):
+        outputs = llm.generate(prompts, greedy(6, temperature=temperature))
+        assert [output.outputs[0].token_ids for output in outputs] == want
+
+
+def test_sampling_params_of_another_kind_queue_nothing(llm: LLM) -> None:
+    for params in ([greedy(), None], {"temperature": 0}, 5):
+        with pytest.raises(RequestError, match="sampling_params must be one SamplingParams or a list of them; got"):
+            llm.generate([[5], [6]], params)  # type: ignore[arg-type]
+        assert_all_free(llm)
+
+
+def test_switches_and_token_counts_of_another_kind(llm: LLM) -> None:
+    for switches in (["dp"], "dp", 5):
+        with pytest.raises(RequestError, match=r"switches maps steps to layouts, like \{16: 'cp'\}; got"):
+            llm.generate([[5]], switches=switches)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"layout \['dp'\] is not among the allowed layouts"):
+        llm.switch(["dp"])  # type: ignore[arg-type]
+    for count in (0, -4, 1.5, True, "9", 257):
+        with pytest.raises(RequestError, match="tokens must be whole numbers from 1 to the context 256, got"):
+            llm.plan("tp", "dp", tokens=[4, count])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="tokens must be a list of token counts; got int 5"):
+        llm.plan("tp", "dp", tokens=5)  # type: ignore[arg-type]
+
+
+def test_a_result_is_taken_once_and_when_it_is_there(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="no request is named 'nobody', or its result was taken already"):
+        llm.engine.take("nobody")
+    request = add(llm, [5], greedy(2))
+    with pytest.raises(RequestError, match=f"request '{request.name}' is waiting: step until it is finished, or drop"):
+        llm.engine.take(request.name)
+    drive(llm)
+    assert llm.engine.take(request.name)[0] is request
+
+
+def test_a_budget_that_the_devices_do_not_have_names_what_to_lower() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"no room for this engine \(Out of memory.*\)\. Lower device_memory_bytes"),
+        room_on_devices("device_memory_bytes (now 5)"),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), room_on_devices("nothing"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
+
+
+def test_a_platform_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise RuntimeError("Unable to initialize backend 'banana'")
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "banana")
+    with pytest.raises(ConfigError, match=r"no device; JAX_PLATFORMS is banana\. Correct it, or set JAX_PLATFORMS=cpu"):
+        start_devices()
 
 
 def test_the_longest_prompts(llm: LLM) -> None:
@@ -210,6 +322,11 @@ def test_one_setting_for_each_prompt(llm: LLM) -> None:
         ({"seed": -1}, "seed must be a whole number from 0 to .*, got -1"),
         ({"stop": ""}, "stop must be non-empty text, got ''"),
         ({"stop": ["a", ""]}, "stop must be non-empty text"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be True or False, got None"),
+        ({"temperature": 10**400}, "temperature must be from 0.0 to 100.0, got 1000"),
         ({"stop_token_ids": [-3]}, "stop_token_ids must be token ids of 0 or more"),
     ],
 )

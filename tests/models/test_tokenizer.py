@@ -139,6 +139,12 @@ def test_messages_of_another_shape_are_refused(tokenizer: Tokenizer, messages: l
         tokenizer.apply_chat_template(messages)
 
 
+def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer):
+    for encode in (tokenizer.encode, lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}])):
+        with pytest.raises(RequestError, match=r"half a character, '\\udcff', at \d+: decode it, mostly as UTF-8"):
+            encode("ab\udcff")
+
+
 def test_no_chat_template_is_said(piece: Tokenizer):
     with pytest.raises(RequestError, match=r"has no chat template. Format the prompt yourself .* chat_template.jinja"):
         piece.apply_chat_template([{"role": "user", "content": "hello"}])

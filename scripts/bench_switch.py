@@ -15,18 +15,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from bench_workers import CONFIG
 from rich.console import Console
-from switch_report import Row, draw, notes, show, summarise, write_csv
-from switch_worker import Job
+from switch_plot import draw
+from switch_report import Row, notes, show, summarise, write_csv
+from switch_setup import Job
 
 from splash_jax.platforms import on_cpu
 
-SMALLER = {"vocab_size": 4096}  # embedding and head are no part of a switch
+# Embedding and head are no part of a switch, and layers of one kind need half the programs.
+SMALLER = {"vocab_size": 4096, "first_k_dense_replace": 0}
 
 
 def main() -> None:
@@ -68,12 +71,13 @@ def measure(job: Job, pinned: bool) -> dict[str, Any]:
         own = replace(job, process=i, core=cores[i % len(cores)] if pinned else None)
         processes.append(subprocess.Popen([sys.executable, worker, json.dumps(asdict(own))], env=environment))
     try:
-        codes = [process.wait() for process in processes]
+        while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
+            time.sleep(0.1)
     finally:
         for process in processes:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"a worker ended with exit status {next(code for code in codes if code)}.")
+            process.kill()  # whoever is left waits for one that failed
+    if any(process.returncode for process in processes):
+        raise SystemExit("a worker failed; its words are above.")
     return json.loads(Path(job.answer).read_text())
 
 

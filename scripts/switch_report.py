@@ -1,4 +1,4 @@
-"""What was measured of switches: rows like the paper's Table 1, as a table, as CSV and as a picture."""
+"""What was measured of switches: rows like the paper's Table 1, as a table and as CSV."""
 
 import csv
 import math
@@ -97,7 +97,9 @@ def show(console: Console, rows: list[Row], device: str) -> None:
     on_cpu, first = device == "cpu", rows[0]
     where = f"{first.devices} CPU devices" if on_cpu else f"{first.devices} x {device}"
     where += f" in {first.processes} processes" if first.processes > 1 else ""
-    table = Table(title=f"{first.step} step, {where}: ms, medians of {first.runs} runs", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"{first.step} step, {where}: ms, medians of {first.runs} runs", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.title_justify = "left"
     names = [
         "direction",
@@ -112,7 +114,7 @@ def show(console: Console, rows: list[Row], device: str) -> None:
         "p95",
         "reduced",
     ]
-    names += ["at most", "CPU: ready", "blocking", "splash"] if on_cpu else []
+    names += ["at most", "CPU ready", "blocking", "splash"] if on_cpu else []
     for name in names:
         table.add_column(name, justify="left" if name in ("direction", "moves") else "right", no_wrap=True)
     for row in rows:
@@ -124,7 +126,7 @@ def show(console: Console, rows: list[Row], device: str) -> None:
 
 def _cells(row: Row, on_cpu: bool) -> list[str]:
     number = lambda x: f"{x:.1f}"  # noqa: E731
-    cells = [f"{row.src} -> {row.dst}", _moves(row), number(row.bytes / 2**20)]
+    cells = [f"{row.src} -> {row.dst}", moves(row), number(row.bytes / 2**20)]
     cells += [number(x) for x in (row.ready_p50, row.blocking_p50, row.splash_p50)]
     cells += [f"{x:+.1f}" for x in (row.blocking_over_p50, row.blocking_over_p95)]
     cells += [f"{x:+.1f}" for x in (row.splash_over_p50, row.splash_over_p95)]
@@ -148,7 +150,7 @@ def _total(rows: list[Row], on_cpu: bool) -> list[str]:
     return cells
 
 
-def _moves(row: Row) -> str:
+def moves(row: Row) -> str:
     """What is sent, in short."""
     sent = [name for name, primitive in (("weights", row.weights), ("KV", row.kv)) if primitive.startswith("all")]
     return " + ".join(sent) or "nothing"
@@ -189,55 +191,3 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
-
-
-COLOURS = {"blocking": "#BB5566", "splash": "#004488"}
-
-
-def draw(rows: list[Row], path: Path, device: str) -> None:
-    """Overheads over target-ready: a dot for each median, a line from the first to the third quartile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels = list(dict.fromkeys((r.devices, r.processes, r.step) for r in rows))
-    most = max(sum((r.devices, r.processes, r.step) == panel for r in rows) for panel in panels)
-    with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        columns = min(2, len(panels))
-        lines = -(-len(panels) // columns)
-        figure, grid = plt.subplots(
-            lines, columns, figsize=(7.2 * columns, (0.42 * most + 1.5) * lines + 0.8), squeeze=False
-        )
-        for axes in list(grid.flat)[len(panels) :]:
-            axes.set_visible(False)
-        for axes, panel in zip(grid.flat, panels, strict=False):
-            mine = [r for r in rows if (r.devices, r.processes, r.step) == panel]
-            _panel(axes, mine, device)
-        handles, labels = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="upper right", ncols=2, frameon=False)
-        figure.suptitle("What a switch adds to a step", x=0.01, ha="left", fontsize=15)
-        figure.tight_layout(rect=(0, 0, 1, 0.97))
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-
-
-def _panel(axes: Any, rows: list[Row], device: str) -> None:
-    first = rows[0]
-    for offset, mode in ((-0.16, "blocking"), (0.16, "splash")):
-        middle, low, high = (
-            np.asarray([getattr(r, f"{mode}_over_p{p}") for r in rows]) for p in (50, 25, 75)
-        )  # fmt: skip
-        y = np.arange(len(rows)) + offset
-        axes.hlines(y, low, high, color=COLOURS[mode], linewidth=2.5, alpha=0.45)
-        axes.plot(middle, y, "o", color=COLOURS[mode], markersize=6, label=mode)
-    axes.axvline(0, color="#333333", linewidth=1)
-    axes.set_yticks(range(len(rows)), [f"{r.src} → {r.dst}   ({_moves(r)})" for r in rows])
-    axes.invert_yaxis()
-    axes.grid(axis="x", color="#DDDDDD", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("ms over the target-ready step: median and quartiles")
-    kind = "CPU devices" if device == "cpu" else device
-    where = f"{first.devices} {kind}" + (f", {first.processes} processes" if first.processes > 1 else "")
-    low, high = min(r.ready_p50 for r in rows), max(r.ready_p50 for r in rows)
-    axes.set_title(f"{first.step}, {where} (ready: {low:.0f} to {high:.0f} ms)", loc="left", fontsize=12)

@@ -176,7 +176,7 @@ def test_plan_gives_a_refusal_its_row_and_its_reason(capsys):
     budget = ["--max-model-len", "256", "--dtype", "float32", "--device-memory-bytes", "4M"]
     assert ends(["plan", "small", "-T", "8", "--tokens", "200,200,200,200", *budget]) == 0
     out = capsys.readouterr().out
-    assert "dp -> tp    refused *" in out
+    assert re.search(r"\bdp -> tp +refused \*", out)
     assert "* dp refused: layout dp does not fit: 4194304 bytes per rank lack" in out
     assert "* dop -> tp refused: switch dop -> tp does not fit: rank 0 needs 52 pages and has 26" in out
 
@@ -198,7 +198,7 @@ def test_plan_starts_no_device():
     command = [sys.executable, "-c", WITHOUT_DEVICES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["switches"]) == 12
+    assert len(json.loads(done.stdout)["switches"]) == 30
 
 
 PREPARED = """

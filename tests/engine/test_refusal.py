@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -101,6 +102,14 @@ def test_a_direction_nobody_announced(small: Path) -> None:
         ({"num_devices": 3}, r"8.*3|3.*8"),
         ({"max_model_len": 300}, "max_model_len 300 is more than the model's context of 256"),
         ({"num_devices": 0}, "num_devices must be a whole number of at least 1, got 0"),
+        ({"mesh": {"node": 2, "chip": 4}}, r"mesh \{'node': 2, 'chip': 4\} has 8 ranks and num_devices is 4; make"),
+        ({"mesh": {}}, r"mesh \{\} has 1 ranks and num_devices is 4"),
+        ({"mesh": {"node": 0, "chip": 4}}, "mesh axis 'node' must be a whole number of at least 1, got 0"),
+        ({"mesh": {"a=b": 4}}, "mesh axes are named by words, such as 'node'; got 'a=b'"),
+        ({"mesh": {"node": 2, "chip": 2}, "layout": "node=dop"}, r"names axes \['node'\]; the mesh has"),
+        ({"mesh": {"node": 2, "chip": 2}, "layouts": ("tp", "node=dop,chip=x")}, "unknown layout 'x' for axis 'chip'"),
+        ({"mesh": {"node": 2, "chip": 2}, "layout": "node=dop,chip=cp"}, "is not among the allowed layouts tp, dp"),
+        ({"layout": "node=dop,chip=cp"}, r"names axes \['chip', 'node'\]; the mesh has \['rank'\]"),
         ({"block_size": 4, "cp_interleave": 3}, "cp_interleave 3 must divide block_size 4"),
         ({"decode_buckets": (99,)}, r"decode_buckets \(99,\) must lie in 1 to max_num_seqs 8"),
         ({"decode_buckets": 8}, r"decode_buckets must be a tuple like \(8,\), got 8"),
@@ -123,6 +132,35 @@ def test_a_direction_nobody_announced(small: Path) -> None:
 def test_settings_that_cannot_be_served(small: Path, settings: dict[str, object], words: str) -> None:
     with pytest.raises((ConfigError, LayoutError), match=words):
         make_llm(small, **settings)
+
+
+def test_a_name_of_one_word_is_that_role_on_every_axis(small: Path) -> None:
+    settings = {"layouts": ("tp", "node=tp,chip=tp", "chip=cp,node=dop"), "directions": (("tp", "node=dop,chip=cp"),)}
+    llm = make_llm(small, num_devices=None, mesh={"node": 2, "chip": 2}, **settings)
+    assert llm.layout == "node=tp,chip=tp" and list(llm.engine.blueprint.layouts) == [llm.layout, "node=dop,chip=cp"]
+    for name in ("chip=cp,node=dop", "node=dop,chip=cp"):
+        assert str(llm.engine.allowed_layout(name)) == "node=dop,chip=cp"
+    with pytest.raises(LayoutError, match="layout 'cp' is not among the allowed layouts node=tp,chip=tp, node=dop"):
+        llm.switch("cp")
+
+
+def test_a_plan_that_its_compiled_transfer_cannot_carry_is_refused_whole(llm: LLM, monkeypatch) -> None:
+    """Before anything changes: the step after it goes on where it was."""
+    engine = go(llm, "cp").engine
+    request = add(llm, tokens(40, 3), greedy(8))
+    for _ in range(3):
+        engine.step()
+    route, before = engine.blueprint.route(engine.layout, engine.allowed_layout("dp")), engine.pool.manifest()
+    monkeypatch.setattr(type(engine.blueprint), "route", lambda self, src, dst: replace(route, sends=0))
+    future = engine.request_switch("dp")
+    engine.step()
+    monkeypatch.undo()
+    with pytest.raises(SwitchRefused, match="switch cp -> dp does not fit its compiled transfer: the plan sends"):
+        future.result()
+    assert llm.layout == "cp" and engine.pool.manifest().requests.keys() == before.requests.keys()
+    drive(llm)
+    engine.take(request.name)
+    assert len(request.output_ids) == 8
 
 
 def test_a_budget_too_small_for_one_request_names_layout_and_bytes(llm: LLM, small: Path) -> None:

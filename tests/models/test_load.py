@@ -19,7 +19,7 @@ from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import model_leaves
 from splash_jax.models.load import leaf_bytes, load_tree
-from splash_jax.models.params import Leaf
+from splash_jax.models.params import Leaf, in_blocks
 from tests.support import write_checkpoint
 
 # Six heads on three ranks; experts, vocabulary and widths that three does not divide.
@@ -106,9 +106,10 @@ def expected(cfg: ModelConfig, file: dict[str, np.ndarray], ranks: int) -> dict[
     }
 
 
-def check(folder: Path, role: str, ranks: int, dtype: str = "float32") -> None:
-    cfg, layout, mesh = read_model_config(folder), make_layout(role, {"rank": ranks}), attention_mesh({"rank": ranks})
-    leaves = model_leaves(cfg, ranks)
+def check(folder: Path, roles: str, ranks: int, dtype: str = "float32", sizes: dict[str, int] | None = None) -> None:
+    sizes = sizes or {"rank": ranks}
+    cfg, layout, mesh = read_model_config(folder), make_layout(roles, sizes), attention_mesh(sizes)
+    leaves = jax.tree.map(lambda leaf: in_blocks(leaf, layout.head_blocks()), model_leaves(cfg, ranks))
     place = lambda leaf: NamedSharding(mesh, weight_spec(layout, leaf.dims))  # noqa: E731
     seen: list[tuple[int, int]] = []
     loaded = load_tree(Checkpoint.open(folder), leaves, place, dtype, lambda done, total: seen.append((done, total)))
@@ -120,6 +121,9 @@ def check(folder: Path, role: str, ranks: int, dtype: str = "float32") -> None:
         assert (array.shape, array.dtype) == (leaf.shape, kind), leaf.sources
         assert array.sharding.is_equivalent_to(place(leaf), array.ndim)
         whole = whole.astype(kind)
+        if leaf.moves:
+            blocks = np.split(whole, ranks, leaf.dims.index("heads"))
+            whole = np.concatenate([blocks[i] for i in layout.head_blocks()], leaf.dims.index("heads"))
         for shard in array.addressable_shards:
             assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(whole[shard.index]).tobytes(), leaf.sources
     assert seen[-1][0] == seen[-1][1] == sum(leaf_bytes(leaf, dtype) for leaf in flat_leaves)
@@ -130,6 +134,11 @@ def check(folder: Path, role: str, ranks: int, dtype: str = "float32") -> None:
 def test_every_layout_gets_the_files_own_numbers(uneven, role):
     """T = 3: two heads each, three slots for eight experts, zeros at the end of what three does not divide."""
     check(uneven, role, 3)
+
+
+@pytest.mark.parametrize("roles", ["node=dop,chip=cp", "node=cp,chip=dop", "node=dp,chip=tp", "node=tp,chip=dcp"])
+def test_hybrids_get_the_heads_of_their_coordinates(uneven, roles):
+    check(uneven, roles, 6, sizes={"node": 2, "chip": 3})
 
 
 def test_one_rank_gets_everything_unpadded(uneven):

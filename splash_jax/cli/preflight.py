@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from splash_jax.preflight import Report
 
 NOTES = (
-    "pages: for which programs are compiled, what fits or what the batch needs. tokens: distinct, on all ranks.",
-    "moved: received by the busiest rank for one layer. overlap: share of it with compute between start and done.",
-    "peak, bound: of a rank at the switch, as compiled and by Eq. 5. exposed: Eq. 7, from published peaks.",
-    "spread: the same state moved ahead over so many decode steps.",
+    "pages: what programs are compiled for: as many as fit, or as the batch needs. tokens: distinct, on all ranks.",
+    "moved: received by the busiest rank for one layer, as compiled for this batch. engine: with an engine's padding.",
+    "overlap: share of moved with the layer's compute between start and done; beside: share of that compute.",
+    "peak, bound: of a rank during the switch, as compiled and by Eq. 5. exposed: Eq. 7, from published peaks.",
+    "spread: what shows if the same state moves ahead over so many decode steps.",
 )
 
 
@@ -75,7 +76,7 @@ def print_report(console: Console, report: "Report") -> None:
         f"{case.context:,} tokens, prefill steps of {case.prefill_tokens:,} tokens\n",
         soft_wrap=True,
     )
-    for table in (_layouts(report), _collectives(report), _switches(report)):
+    for table in (*_layouts(report), _collectives(report), *_switches(report)):
         console.print(table)
     for note in NOTES:
         console.print(f"  {note}", soft_wrap=True)
@@ -102,43 +103,48 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
     return table
 
 
-def _layouts(report: "Report") -> Table:
-    names = ("projections", "other weights", "KV", "KV, all ranks", "pages", "tokens", "temporaries")
-    table = _table("What a rank holds", ("layout",), (*names, "decode", "prefill"))
+def _layouts(report: "Report") -> list[Table]:
+    held = _table(
+        "What a rank holds", ("layout",), ("projections", "other weights", "KV", "KV, all ranks", "temporaries")
+    )
+    room = _table("What that is room for", ("layout",), ("pages", "tokens", "decode compute", "prefill compute"))
     for x in report.layouts:
-        sizes = (x.projections_bytes, x.common_bytes, x.kv_bytes, x.kv_group_bytes)
-        temps = max(x.temporary_bytes.values())
+        name = x.layout if x.fits else f"{x.layout} *"
+        sizes = (x.projections_bytes, x.common_bytes, x.kv_bytes, x.kv_group_bytes, max(x.temporary_bytes.values()))
+        held.add_row(name, *map(in_bytes, sizes))
         times = (f"{x.step_ms[step]:.3g} ms" for step in x.step_ms)
-        table.add_row(
-            x.layout if x.fits else f"{x.layout} *", *map(in_bytes, sizes), f"{x.pages:,}", f"{x.distinct_tokens:,}",
-            in_bytes(temps), *times,
-        )  # fmt: skip
-    return table
+        room.add_row(name, f"{x.pages:,}", f"{x.distinct_tokens:,}", *times)
+    return [held, room]
 
 
 def _collectives(report: "Report") -> Table:
-    table = _table(
-        "Collectives of one layer (bytes that a rank receives)", ("layout", "layer", "decode", "prefill"), ()
-    )
+    table = _table("Collectives of a layer (bytes that a rank receives)", ("layout", "layer", "decode", "prefill"), ())
     for x in report.layouts:
         for kind in x.collectives["decode"]:
             cells = [
-                ", ".join(f"{c['kind']} {in_bytes(c['bytes'])}" for c in x.collectives[step][kind])
+                "\n".join(f"{c['kind']} {in_bytes(c['bytes'])}" for c in x.collectives[step][kind])
                 for step in ("decode", "prefill")
             ]
             table.add_row(x.layout, kind, *cells)
     return table
 
 
-def _switches(report: "Report") -> Table:
-    names = ("planned", "moved", "overlap", "peak", "bound", "exposed in decode", "in prefill", "spread")
-    table = _table("Switches", ("switch", "weights", "KV"), names)
+def _switches(report: "Report") -> list[Table]:
+    moved = _table(
+        "What a switch moves for one layer",
+        ("switch", "weights", "KV"),
+        ("planned", "moved", "engine", "overlap", "beside"),
+    )
+    costs = _table("What a switch costs", ("switch",), ("peak", "bound", "decode", "prefill", "spread"))
     for x in report.switches:
-        overlap = "-" if x.overlapped_share is None else f"{100 * x.overlapped_share:.1f} %"
-        spread = "-" if not x.compiled_bytes else f"{x.spread['exposed_ms']:.3g} ms in {x.spread['steps']}"
-        times = [f"{ms:.3g} ms" for ms in (x.exposed_ms, x.exposed_ms_prefill)]
-        table.add_row(
-            f"{x.src} -> {x.dst}", x.primitives["weights"], x.primitives["kv"], in_bytes(x.planned_bytes),
-            in_bytes(x.compiled_bytes), overlap, in_bytes(x.peak_bytes), in_bytes(x.bound_bytes), *times, spread,
-        )  # fmt: skip
-    return table
+        name = f"{x.src} -> {x.dst}"
+        sizes = map(in_bytes, (x.planned_bytes, x.compiled_bytes, x.engine_bytes))
+        shares = ("-" if share is None else f"{100 * share:.1f} %" for share in (x.overlapped_share, x.computing_share))
+        moved.add_row(name, x.primitives["weights"], x.primitives["kv"], *sizes, *shares)
+        if x.compiled_bytes:
+            times = [f"+{x.exposed_ms:.3g} ms", f"+{x.exposed_ms_prefill:.3g} ms"]
+            times.append(f"+{x.spread['exposed_ms']:.3g} ms in {x.spread['steps']}")
+        else:
+            times = ["0", "0", "-"]
+        costs.add_row(name if x.fits else f"{name} *", in_bytes(x.peak_bytes), in_bytes(x.bound_bytes), *times)
+    return [moved, costs]

@@ -68,7 +68,11 @@ def compile_case(case: Case, progress: Progress | None = None) -> dict[Key, Fact
 
 def _compile(programs: Programs, key: Key) -> Facts:
     began = perf_counter()
-    compiled = programs.get(key)
+    try:
+        compiled = programs.get(key)
+    except Exception as error:
+        error.add_note(f"while compiling: {key}")
+        raise
     seconds = perf_counter() - began
     memory = compiled.memory_analysis()
     if memory is None:

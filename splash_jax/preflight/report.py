@@ -104,15 +104,6 @@ def _layout(case: Case, facts: Mapping[Key, Facts], layout: Layout) -> LayoutRep
     held = footprint(case.state, layout, pages=pages, page_size=size)
     own = {k: f for k, f in facts.items() if isinstance(k, StepKey) and k.layout == layout}
     of = {step: {k.part: f for k, f in own.items() if k.bucket == case.buckets[layout][step]} for step in STEPS}
-    first = case.layouts[0]
-    ends = {
-        step: [
-            f.temporaries
-            for k, f in facts.items()
-            if isinstance(k, StepKey) and k.part in ("embed", "head") and k.bucket == case.buckets[first][step]
-        ]
-        for step in STEPS
-    }
     return LayoutReport(
         layout=str(layout),
         projections_bytes=held.projections,
@@ -124,13 +115,22 @@ def _layout(case: Case, facts: Mapping[Key, Facts], layout: Layout) -> LayoutRep
         distinct_tokens=pages * size * layout.owner_groups * layout.position_shares,
         fits=case.lacks(layout) == 0,
         lacks_bytes=case.lacks(layout),
-        temporary_bytes={step: max([f.temporaries for f in of[step].values()] + ends[step]) for step in STEPS},
+        temporary_bytes={
+            step: max(f.temporaries for f in (*of[step].values(), *_ends(case, facts, step))) for step in STEPS
+        },
         step_ms={step: 1e3 * sum(layer_seconds(case, layout, step)) for step in STEPS},
         collectives={
             step: {kind: [_told(c) for c in of[step][kind].schedule.collectives] for kind in case.compiled_kinds}
             for step in STEPS
         },
     )
+
+
+def _ends(case: Case, facts: Mapping[Key, Facts], step: str) -> list[Facts]:
+    """Embedding and head, compiled in the first layout only."""
+    bucket = case.buckets[case.layouts[0]][step]
+    ends = ("embed", "head")
+    return [f for k, f in facts.items() if isinstance(k, StepKey) and k.part in ends and k.bucket == bucket]
 
 
 def _told(scheduled: Scheduled) -> dict[str, Any]:

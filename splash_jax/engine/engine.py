@@ -58,6 +58,15 @@ class _Pending:
     started: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Spreading:
+    """A spread switch under way, with the plan as it was at its start and the pages of both layouts."""
+
+    spread: Spread
+    plan: SwitchPlan
+    twin: TwinPool
+
+
 class Engine:
     """Requests in, tokens out, on one mesh, in a layout that may change between any two steps.
 
@@ -70,14 +79,14 @@ class Engine:
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
         self.config, self.model = config, self.blueprint.model
-        self.pool: PagePool | TwinPool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
+        self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
         self.records: list[StepRecord] = []
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
         self._aborts: deque[str] = deque()
         self._switches: deque[tuple[Layout, SwitchMode, Future[SwitchPlan]]] = deque()  # the first may be under way
-        self._spread: tuple[Spread, SwitchPlan] | None = None  # under way, with the plan as it was at the start
+        self._spreading: _Spreading | None = None
         self._pending: _Pending | None = None
         self._lock = threading.RLock()
         self._read_at = 0.0
@@ -90,6 +99,11 @@ class Engine:
     def layout(self) -> Layout:
         """The layout of the next step, unless a switch is asked for."""
         return self.state.layout
+
+    @property
+    def _pages(self) -> PagePool | TwinPool:
+        """The pages that a request takes: of both layouts while a switch is spread over steps."""
+        return self.pool if self._spreading is None else self._spreading.twin
 
     @property
     def max_model_len(self) -> int:
@@ -234,7 +248,7 @@ class Engine:
                 request.error = f"the engine failed: {error!r}"
                 self._finish(request, "error")
         for name in self.pool.manifest().requests:  # of a request that was just being admitted
-            self.pool.release(name)
+            self._pages.release(name)
         self._fail_switches()
 
     def _fail_switches(self) -> None:
@@ -246,16 +260,16 @@ class Engine:
 
     def _step(self) -> None:
         self._apply_aborts()
-        switch = self._take_switch() if self._spread is None else None
-        if self._pending and self.scheduler.under_pressure(self.pool):
+        switch = self._take_switch() if self._spreading is None else None
+        if self._pending and self.scheduler.under_pressure(self._pages):
             self._read(self._pending)
             self._pending = None
         largest = switch is not None and switch.mode is SwitchMode.SPLASH
-        schedule = self.scheduler.schedule(self.pool, largest=largest)
+        schedule = self.scheduler.schedule(self._pages, largest=largest)
         self.preemptions += len(schedule.preempted)
         before, self._pending = self._pending, None
-        if self._spread is not None:
-            self._pending = self._dispatch_spread(schedule, *self._spread)
+        if self._spreading is not None:
+            self._pending = self._dispatch_spread(schedule, self._spreading)
         elif schedule.chunks or switch is not None:
             self._pending = self._dispatch(schedule, switch)
         if switch is not None:
@@ -325,8 +339,9 @@ class Engine:
         if reason := lacks_room(route, plan.kv):
             raise SwitchRefused(f"switch {self.layout} -> {dst} does not fit its compiled transfer: {reason}")
         if mode is SwitchMode.SPREAD and not route.moves_nothing:
+            spread = Spread(route, self.config.spread_layers, self.config.spread_parts)
             twin = TwinPool(self.pool, PagePool.adopt(plan.after))
-            self.pool, self._spread = twin, (Spread(route, self.config.spread_layers, self.config.spread_parts), plan)
+            self._spreading = _Spreading(spread=spread, plan=plan, twin=twin)
             return None
         switch = prepare_switch(self.programs, plan, route, mode)
         self.pool = PagePool.adopt(plan.after)
@@ -344,30 +359,33 @@ class Engine:
             record = replace(record, switch=switch.plan, switch_mode=str(switch.mode))
         return _Pending(schedule=schedule, results=results, places=places, record=record, started=started)
 
-    def _dispatch_spread(self, schedule: Schedule, spread: Spread, plan: SwitchPlan) -> _Pending:
-        """A step of a spread switch; after the last one the pool is the destination's alone."""
-        started, twin, ahead = time.perf_counter(), self.pool, spread.boundary
+    def _dispatch_spread(self, schedule: Schedule, spreading: _Spreading) -> _Pending:
+        """A step of a spread switch; after the last one the pool is the destination's."""
+        started, spread, twin = time.perf_counter(), spreading.spread, spreading.twin
+        ahead, last = spread.boundary, spread.complete(self.model.num_layers)
         works, score = self._begin_chunks(schedule)
-        sides = []
-        for pool, bucket in zip((twin.src, twin.dst), schedule.buckets, strict=True):
-            bucket = self.blueprint.buckets[pool.layout][-1] if score else bucket
-            batch, places = build_batch(self.blueprint.shapes, pool.layout, bucket, pool, works)
-            sides.append(Side(pool.layout, pool.pages_per_rank, bucket, batch, places))
-        last = spread.complete(self.model.num_layers)
+        src, dst = (
+            self._side(pool, self.blueprint.buckets[pool.layout][-1] if score else bucket, works)
+            for pool, bucket in zip((twin.src, twin.dst), schedule.buckets, strict=True)
+        )
         moves = None if last else plan_between(twin.src.manifest(), twin.dst.manifest(), self.blueprint.state)
-        results = run_spread_step(self.programs, self.state, spread, *sides, moves, score=score)
+        results = run_spread_step(self.programs, self.state, spread, src, dst, moves, score=score)
         self._end_chunks(schedule)
-        side = sides[last]
         if last:
-            self.pool, self._spread = twin.dst, None
-            self._switches.popleft()[2].set_result(plan)
+            self.pool, self._spreading = twin.dst, None
+            self._switches.popleft()[2].set_result(spreading.plan)
+        head = dst if last else src
         record = replace(
-            self._record(schedule, side.bucket, twin.dst if last else twin.src),
+            self._record(schedule, head.bucket, self.pool),
             layers_ahead=ahead,
-            switch=plan if last else None,
+            switch=spreading.plan if last else None,
             switch_mode=str(SwitchMode.SPREAD),
         )
-        return _Pending(schedule=schedule, results=results, places=side.places, record=record, started=started)
+        return _Pending(schedule=schedule, results=results, places=head.places, record=record, started=started)
+
+    def _side(self, pool: PagePool, bucket: Bucket, works: list[Work]) -> Side:
+        batch, places = build_batch(self.blueprint.shapes, pool.layout, bucket, pool, works)
+        return Side(pool.layout, pool.pages_per_rank, bucket, batch, places)
 
     def _begin_chunks(self, schedule: Schedule) -> tuple[list[Work], bool]:
         """What the step does for each request, and whether any is scored."""
@@ -449,7 +467,7 @@ class Engine:
             self._finish(request, request.finish_reason)
 
     def _finish(self, request: Request, reason: str) -> None:
-        self.scheduler.finish(self.pool, request)
+        self.scheduler.finish(self._pages, request)
         request.finish_reason = reason
 
     def _record(self, schedule: Schedule, bucket: Bucket, pool: PagePool) -> StepRecord:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from splash_jax.kv.pool import PagePool
-from splash_jax.ownership import Layout, Manifest
+from splash_jax.ownership import Layout
 
 
 class TwinPool:
@@ -56,10 +56,6 @@ class TwinPool:
 
     def free_pages(self) -> list[int]:
         return self.src.free_pages() + self.dst.free_pages()
-
-    def manifest(self) -> Manifest:
-        """What the destination holds, or will once all layers are there."""
-        return self.dst.manifest()
 
     def check(self, live: Iterable[str] | None = None) -> None:
         live = None if live is None else list(live)

@@ -1,5 +1,7 @@
 """How programs are compiled for a platform. The reasons, one by one: docs/decisions/0006-deviceless-compile.md."""
 
+from typing import Any
+
 from jax.sharding import Mesh
 
 GPU_OPTIONS: dict[str, bool | int] = {
@@ -12,6 +14,6 @@ GPU_OPTIONS: dict[str, bool | int] = {
 }
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool | int] | None:
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     """Options for programs on a mesh: those that let a transfer lie beside compute on GPUs, none elsewhere."""
     return dict(GPU_OPTIONS) if mesh.devices.flat[0].platform in ("gpu", "cuda") else None

@@ -126,7 +126,7 @@ class _Reader:
             if kind is None or phase == "done":
                 continue
             done = i if phase == "" else self._done_of(i)
-            rest = it.rest if kind in it.op else self._wrapped(it).rest
+            rest = it.rest if kind in it.op else (self._wrapped(it) or it).rest
             collective = collective_of(kind, self.order[done].type, rest, self.ranks)
             beside = tuple(self.order[j].name for j in range(i + 1, done) if j in self.compute)
             sync = phase == "" or '"is_sync":true' in it.rest

@@ -39,7 +39,7 @@ class _Moving:
     """A layer whose state is on its way."""
 
     layer: int
-    maps: deque[tuple[jax.Array, jax.Array]]
+    maps: deque[tuple[jax.Array, ...]]
     part: int = 0
     new: tuple[Any, jax.Array] | None = None
 
@@ -153,12 +153,11 @@ class _Run:
         )
         keeps = spread.route.weights.primitive == "keep"
         old = ({} if keeps else layers[moving.layer]["moved"], pools[moving.layer])
-        if moving.new is None:
-            moving.new = self.programs.get(BeginKey(route=spread.route))(*old)
+        new = moving.new or self.programs.get(BeginKey(route=spread.route))(*old)
         _, route = spread.cut
         program = self.programs.get(PartKey(route=route, parts=spread.parts, beside=beside))
         part = np.int32(min(moving.part, spread.parts - 1))
-        *computed, moved, pool = program(*args, *moving.new, *old, *moving.maps[moving.part], part)
+        *computed, moved, pool = program(*args, *new, *old, *moving.maps[moving.part], part)
         moving.new, moving.part = (moved, pool), moving.part + 1
         if moving.part == len(moving.maps):
             spread.moving.popleft()
@@ -177,7 +176,7 @@ class _Run:
         key = HandoverKey(src=dst.layout, dst=src.layout, src_bucket=dst.bucket, dst_bucket=src.bucket)
         return self.programs.get(key)(x, order.reshape(*groups(src.layout), src.bucket.rows))
 
-    def _maps(self, plan: SwitchPlan) -> list[tuple[jax.Array, jax.Array]]:
+    def _maps(self, plan: SwitchPlan) -> list[tuple[jax.Array, ...]]:
         """The moves of a layer in parts, on the devices."""
         whole, _ = self.spread.cut
         parts: list[Maps] = []

@@ -184,8 +184,13 @@ def test_what_is_no_conversation() -> None:
     user = {"role": "user", "content": "hi"}
     assert _conversations([user]) == [[user]] and _conversations(([user], [user])) == [[user], [user]]
     assert _conversations([]) == [[]]  # which the tokenizer refuses: messages is empty
-    for messages, words in ((None, "messages must be a list of messages"), ("hi", "or a list of such lists; got str 'hi'"),
-                            (user, "got dict"), ([5], "a conversation must be a list of messages; got int 5")):  # fmt: skip
+    refused = {
+        "messages must be a list of messages, or a list of such lists; got NoneType": None,
+        "or a list of such lists; got str 'hi'": "hi",
+        "or a list of such lists; got dict": user,
+        "a conversation must be a list of messages; got int 5": [5],
+    }
+    for words, messages in refused.items():
         with pytest.raises(RequestError, match=words):
             _conversations(messages)
 

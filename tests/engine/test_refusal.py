@@ -239,6 +239,11 @@ def test_a_budget_that_the_devices_do_not_have_names_what_to_lower() -> None:
         room_on_devices("device_memory_bytes (now 5)"),
     ):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    with (
+        pytest.raises(ConfigError, match=r"no room for this engine \(Unable.*\)\. Lower this"),
+        room_on_devices("this"),
+    ):
+        raise MemoryError("Unable to allocate 2 TiB")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), room_on_devices("nothing"):
         raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
 

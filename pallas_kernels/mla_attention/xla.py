@@ -96,7 +96,9 @@ def _attend_sequences(
         held_SL = local < table.held[:, None]
         # Without the barrier a gather fused into a one-sequence product is wrong on CPU in JAX 0.10.2.
         keys = [
-            jax.lax.optimization_barrier(jnp.where(held_SL[part, :, None], pool_PKD[pages[part]].reshape(-1, L, D), 0))
+            jax.lax.optimization_barrier(
+                jnp.where(held_SL[part, :, None], pool_PKD[pages[part]].reshape(-1, L, D), 0)
+            )
             for part in parts
         ]
         # Keys first: twice as fast as queries first on CPU, which the barrier keeps XLA from turning round.

@@ -52,13 +52,13 @@ def start_devices() -> None:
 
 @contextmanager
 def room_on_devices(budget: str) -> Iterator[None]:
-    """Turn the devices' "out of memory" into a `ConfigError` that names the settings to lower."""
+    """Turn the devices' or the host's "out of memory" into a `ConfigError` that names the settings to lower."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if _FULL not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if _FULL not in str(error) and not isinstance(error, MemoryError):
             raise
-        told = str(error).partition(_FULL)[2].strip(": ").splitlines()[0]
+        told = str(error).rpartition(_FULL)[2].strip(": ").partition("\n")[0]
         raise ConfigError(f"the devices have no room for this engine ({told}). Lower {budget}.") from error
 
 

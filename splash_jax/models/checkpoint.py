@@ -167,7 +167,7 @@ def read_json(file: Path) -> dict[str, object]:
     refuse_pointer(file)
     try:
         parsed = json.loads(text)
-    except ValueError as error:  # also of text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8
         raise CheckpointError(
             f"{file}: not valid JSON ({len(text)} bytes; {error}). Correct it, or copy it again."
         ) from None
@@ -244,7 +244,7 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
                 raise ValueError(f"tensor {name!r} starts at byte {start}, the one before it ends at {end}")
             end = stop
         tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is damaged ({size} bytes; {error}). {_AGAIN}") from None
     expected = 8 + length + end
     if size != expected:

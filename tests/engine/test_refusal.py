@@ -222,13 +222,13 @@ def test_what_is_no_conversation() -> None:
     user = {"role": "user", "content": "hi"}
     assert _conversations([user]) == [[user]] and _conversations(([user], [user])) == [[user], [user]]
     assert _conversations([]) == [[]]  # which the tokenizer refuses: messages is empty
-    bad = {
-        "messages must be a list of messages": None,
+    refused = {
+        "messages must be a list of messages, or a list of such lists; got NoneType": None,
         "or a list of such lists; got str 'hi'": "hi",
-        "got dict": user,
+        "or a list of such lists; got dict": user,
         "a conversation must be a list of messages; got int 5": [5],
     }
-    for words, messages in bad.items():
+    for words, messages in refused.items():
         with pytest.raises(RequestError, match=words):
             _conversations(messages)
 
@@ -277,6 +277,11 @@ def test_a_budget_that_the_devices_do_not_have_names_what_to_lower() -> None:
         room_on_devices("device_memory_bytes (now 5)"),
     ):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    with (
+        pytest.raises(ConfigError, match=r"no room for this engine \(Unable.*\)\. Lower this"),
+        room_on_devices("this"),
+    ):
+        raise MemoryError("Unable to allocate 2 TiB")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), room_on_devices("nothing"):
         raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from splash_jax.errors import CheckpointError
-from splash_jax.models.checkpoint import INDEX, Checkpoint
+from splash_jax.models.checkpoint import INDEX, Checkpoint, read_json
 
 TENSORS = {
     "embed": np.arange(40, dtype=np.float32).reshape(10, 4),
@@ -308,3 +308,9 @@ def test_oracle_checkpoints_read_as_the_safetensors_library_reads_them(oracles: 
     if name == "ds3_bf16_sharded":
         assert checkpoint.dtype("lm_head.weight") == ml_dtypes.bfloat16
         assert checkpoint.dtype("model.layers.1.mlp.gate.weight") == np.float32
+
+
+def test_json_nested_without_end_is_damage(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"not valid JSON .* Correct it, or copy it again"):
+        read_json(tmp_path / "config.json")

@@ -131,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     args.steps = {"decode": 1} if args.decode else {}
     if args.prefill:
         args.steps["prefill"] = args.prefill
-    args.steps = args.steps or {"decode": 1, "prefill": 64}
+    args.steps = args.steps or {"decode": 1, "prefill": 16}
     for devices in args.devices:
         if devices % args.processes:
             parser.error(f"--devices {devices} cannot be dealt to --processes {args.processes} evenly.")

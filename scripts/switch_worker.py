@@ -74,6 +74,7 @@ class Bench:
     def measure(self) -> dict[str, Any]:
         """Every direction in every mode once untimed and compared, then `runs` rounds over all of them."""
         directions = [(src, dst) for src in self.job.layouts for dst in self.job.layouts if src != dst]
+        say(self.job, "compiling")
         self.it.prepare(directions)
         cases = [(step, src, dst) for step in self.job.steps for src, dst in directions]
         told = [self.compare(*case) for case in cases]
@@ -81,6 +82,7 @@ class Bench:
         timed: list[tuple[float, float, float]] = []
         names: list[tuple[str, str, str, str, int]] = []
         for turn in range(self.job.runs):
+            say(self.job, f"round {turn + 1} of {self.job.runs}")
             order = MODES[turn % len(MODES) :] + MODES[: turn % len(MODES)]
             for case in cases:
                 for mode in order:
@@ -125,6 +127,12 @@ class Bench:
             ))
             for i, (step, src, dst, mode, turn) in enumerate(names)
         ]  # fmt: skip
+
+
+def say(job: Job, what: str) -> None:
+    """Progress, by the first process."""
+    if job.process == 0:
+        print(f"{job.devices} devices: {what}", file=sys.stderr, flush=True)
 
 
 def place() -> tuple[str, int]:

@@ -106,12 +106,17 @@ def test_a_walk_round_three_hybrids(dense: Path, dense_alone: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_walk_of_100_switches_over_all_directions_of_hybrids(dense: Path, dense_alone: LLM, mesh: str) -> None:
-    llm = hybrids(dense, mesh)
-    judge(llm, dense_alone, walk(llm, 100, 7), 100, 0)
+@pytest.mark.parametrize(("mesh", "steps", "switches"), [("2x2", (1, 2, 3, 4, 5), 100), ("2x4", (1, 4), 40)])
+def test_a_long_walk_through_hybrids(
+    dense: Path, dense_alone: LLM, mesh: str, steps: tuple[int, ...], switches: int
+) -> None:
+    """From each layout to those so many places further on: all thirty directions, or twelve of them on eight ranks."""
+    places = range(len(HYBRIDS))
+    directions = tuple((HYBRIDS[i], HYBRIDS[(i + step) % len(HYBRIDS)]) for i in places for step in steps)
+    llm = hybrids(dense, mesh, directions=directions)
+    judge(llm, dense_alone, walk(llm, switches, 7), switches, 0)
     plans = [record.switch for record in llm.records if record.switch]
-    assert len({(str(plan.before.layout), str(plan.after.layout)) for plan in plans}) > 25
+    assert len({(str(plan.before.layout), str(plan.after.layout)) for plan in plans}) > 0.8 * len(directions)
 
 
 def test_the_walk_notices_a_source_that_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

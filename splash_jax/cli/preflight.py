@@ -22,7 +22,7 @@ NOTES = (
     "moved: received by the busiest rank for one layer, as compiled for this batch. engine: with an engine's padding.",
     "overlap: share of moved with the layer's compute between start and done; beside: share of that compute.",
     "peak, bound: of a rank during the switch, as compiled and by Eq. 5. exposed: Eq. 7, from published peaks.",
-    "spread: what shows if the same state moves ahead over so many decode steps.",
+    "spread: what shows if the same state moves ahead over so many decode steps of the source.",
 )
 
 
@@ -103,6 +103,10 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
     return table
 
 
+def _in_ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{milliseconds:.3g} ms"
+
+
 def _layouts(report: "Report") -> list[Table]:
     held = _table(
         "What a rank holds", ("layout",), ("projections", "other weights", "KV", "KV, all ranks", "temporaries")
@@ -112,7 +116,7 @@ def _layouts(report: "Report") -> list[Table]:
         name = x.layout if x.fits else f"{x.layout} *"
         sizes = (x.projections_bytes, x.common_bytes, x.kv_bytes, x.kv_group_bytes, max(x.temporary_bytes.values()))
         held.add_row(name, *map(in_bytes, sizes))
-        times = (f"{x.step_ms[step]:.3g} ms" for step in x.step_ms)
+        times = (_in_ms(x.step_ms[step]) for step in x.step_ms)
         room.add_row(name, f"{x.pages:,}", f"{x.distinct_tokens:,}", *times)
     return [held, room]
 
@@ -142,8 +146,8 @@ def _switches(report: "Report") -> list[Table]:
         shares = ("-" if share is None else f"{100 * share:.1f} %" for share in (x.overlapped_share, x.computing_share))
         moved.add_row(name, x.primitives["weights"], x.primitives["kv"], *sizes, *shares)
         if x.compiled_bytes:
-            times = [f"+{x.exposed_ms:.3g} ms", f"+{x.exposed_ms_prefill:.3g} ms"]
-            times.append(f"+{x.spread['exposed_ms']:.3g} ms in {x.spread['steps']}")
+            times = [f"+{_in_ms(x.exposed_ms)}", f"+{_in_ms(x.exposed_ms_prefill)}"]
+            times.append(f"+{_in_ms(x.spread['exposed_ms'])} in {x.spread['steps']}")
         else:
             times = ["0", "0", "-"]
         costs.add_row(name if x.fits else f"{name} *", in_bytes(x.peak_bytes), in_bytes(x.bound_bytes), *times)

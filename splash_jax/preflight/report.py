@@ -53,7 +53,7 @@ class SwitchReport:
     transfer_ms: float  # of one layer
     exposed_ms: float  # Eq. 7 in the decode step
     exposed_ms_prefill: float  # Eq. 7 in the prefill step
-    spread: dict[str, float]  # over decode steps: steps, layers_per_step, exposed_ms of the cheapest spread
+    spread: dict[str, float]  # over decode steps of the source: steps, layers_per_step, exposed_ms of the cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def _switch(case: Case, facts: Mapping[Key, Facts], src: Layout, dst: Layout) ->
         transfer_ms=1e3 * moving[0],
         exposed_ms=1e3 * exposed_seconds(moving, computes["decode"]),
         exposed_ms_prefill=1e3 * exposed_seconds(moving, computes["prefill"]),
-        spread=_cheapest_spread(moving, computes["decode"]),
+        spread=_cheapest_spread(moving, layer_seconds(case, src, "decode")),
     )
 
 

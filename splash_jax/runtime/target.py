@@ -15,7 +15,9 @@ from splash_jax.errors import TargetError
 from splash_jax.layouts import attention_mesh
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-NEWER_FIELDS = ("collective_memory_granularity", "cub_version")  # that JAX before 0.11 cannot read
+NEWER_FIELDS = ("collective_memory_granularity",)  # that JAX before 0.11 cannot read
+# JAX before 0.11 cannot read it either, and with it JAX 0.12 compiles some sorts only where a GPU is.
+NEVER = ("cub_version",)
 
 
 def target_mesh(target: Path, sizes: dict[str, int]) -> Mesh:
@@ -26,8 +28,8 @@ def target_mesh(target: Path, sizes: dict[str, int]) -> Mesh:
     """
     check_compiler()
     text = target.read_text(encoding="utf-8")
-    if jax.__version_info__ < (0, 11):
-        text = re.sub(rf"^\s*({'|'.join(NEWER_FIELDS)}):.*\n", "", text, flags=re.MULTILINE)
+    left_out = NEVER + (NEWER_FIELDS if jax.__version_info__ < (0, 11) else ())
+    text = re.sub(rf"^\s*({'|'.join(left_out)}):.*\n", "", text, flags=re.MULTILINE)
     topology = f"1x1x{prod(sizes.values())}"  # slices x hosts x devices
     try:
         found = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from splash_jax import preflight
 from splash_jax.cli.main import run
 from splash_jax.cost import load_hardware
 from splash_jax.errors import ConfigError, TargetError
@@ -32,6 +33,7 @@ SIZES: Mapping[str, Any] = {
     "moe_intermediate_size": 64,
     "max_position_embeddings": 4096,
 }
+DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,17 +72,21 @@ def check(report: Report) -> None:
             assert 0 < switch.exposed_ms_prefill <= switch.exposed_ms
 
 
-def test_both_primitives_lie_beside_compute():
-    """dop to cp gathers weights and exchanges histories; cp to dop exchanges them back."""
-    report = compiled(small_case(("dop", "cp"), first_k_dense_replace=2, num_hidden_layers=2))
-    check(report)
-    assert [s.primitives for s in report.switches] == [
+@pytest.fixture(scope="module")
+def both() -> Report:
+    """dop and cp: between them weights are gathered and histories exchanged."""
+    return compiled(small_case(("dop", "cp"), **DENSE))
+
+
+def test_both_primitives_lie_beside_compute(both):
+    check(both)
+    assert [s.primitives for s in both.switches] == [
         {"weights": "all_gather", "kv": "all_to_all"},
         {"weights": "discard", "kv": "all_to_all"},
     ]
-    for key, facts in report.facts.items():
+    for key, facts in both.facts.items():
         if isinstance(key, SwitchKey) and key.kind:
-            bars = timeline(report.case, key, "decode", facts.schedule)
+            bars = timeline(both.case, key, "decode", facts.schedule)
             assert {bar.what for bar in bars} == {"attention", "mlp", "exchange", "transfer"}
             assert all(bar.end > bar.start >= 0 for bar in bars)
 
@@ -92,7 +98,7 @@ def test_every_direction_lies_beside_compute():
 
 
 def test_b200_needs_a_newer_jax():
-    case = small_case(("tp", "dop"), "b200", first_k_dense_replace=2, num_hidden_layers=2)
+    case = small_case(("tp", "dop"), "b200", **DENSE)
     if jax.__version_info__ >= (0, 11):
         check(compiled(case))
     else:
@@ -122,19 +128,28 @@ def test_a_model_is_a_name_or_a_folder(tmp_path):
     assert read_model(str(tmp_path)).hidden_size == 256
 
 
-def test_the_command_prints_writes_and_draws(tmp_path: Path, capsys):
-    (tmp_path / "config.json").write_text(
-        json.dumps({**SMALL, **SIZES, "first_k_dense_replace": 2, "num_hidden_layers": 2})
-    )
+def test_the_command_prints_writes_and_draws(both: Report, tmp_path: Path, monkeypatch, capsys):
+    """With the programs that another test compiled: the case is the same, and so are their keys."""
+    monkeypatch.setattr(preflight, "compile_case", lambda case, progress: both.facts)
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **SIZES, **DENSE}))
     out, png = tmp_path / "out.json", tmp_path / "out.png"
-    arguments = ["--layouts", "tp,dp", "--batch", "8", "--context", "512", "--prefill-tokens", "128"]
-    arguments += ["--json", str(out), "--plot", str(png)]
+    arguments = ["--layouts", "dop,cp", "--context", "1024", "--prefill-tokens", "256", "--block-size", "16"]
     with pytest.raises(SystemExit) as end:
-        run(["preflight", str(tmp_path), "-T", "4", *arguments])
+        run(["preflight", str(tmp_path), *arguments, "--json", str(out), "--plot", str(png)])
     assert not end.value.code
     text = capsys.readouterr().out
-    assert "tp -> dp" in text and "100.0 %" in text and "programs compiled in" in text
+    assert "dop -> cp" in text and "100.0 %" in text and f"{len(both.facts)} programs compiled in" in text
     told = json.loads(out.read_text())
     wanted = "src dst primitives planned_bytes compiled_bytes overlapped_share peak_bytes bound_bytes exposed_ms"
+    assert [(s["src"], s["dst"]) for s in told["switches"]] == [("dop", "cp"), ("cp", "dop")]
     assert all(set(wanted.split()) <= set(switch) for switch in told["switches"])
     assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_kind_of_layer_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="has no layers of kind kda; it has: dense, moe"):
+        draw_case(
+            "glm-5.3-flash", load_hardware("h200"), num_devices=8, layouts=("tp",), batch=1, context=64,
+            prefill_tokens=64, block_size=64, memory_fraction=0.9, kinds=("kda",),
+        )  # fmt: skip

@@ -20,6 +20,7 @@ class Row:
 
     devices: int
     processes: int
+    cores: int  # 0: accelerators
     step: str
     src: str
     dst: str
@@ -43,6 +44,7 @@ class Row:
     cpu_ready: float
     cpu_blocking: float
     cpu_splash: float
+    foreign: float  # mean core ms that other programs took from a ready run
     planning: float
     largest_difference: float
 
@@ -67,10 +69,13 @@ def _row(direction: dict[str, Any], timed: list[dict[str, Any]], devices: int, p
     }  # fmt: skip
     blocking, splash = spread["blocking_over_p50"], spread["splash_over_p50"]
     clear = blocking > 2 * _error(over["blocking"])
-    least = math.nan if cores is None else max(0.0, cpu["blocking"] / cores - float(np.median(wall["ready"])))
+    foreign = float(np.mean(values("ready", "foreign")))
+    # What blocking does, done by cores that never wait: whatever of the ready step's time other programs left.
+    least = math.nan if cores is None else max(0.0, (cpu["blocking"] + foreign) / cores - float(np.mean(wall["ready"])))
     return Row(
         devices=devices,
         processes=processes,
+        cores=cores or 0,
         runs=len(wall["ready"]),
         ready_p50=float(np.median(wall["ready"])),
         blocking_p50=float(np.median(wall["blocking"])),
@@ -80,6 +85,7 @@ def _row(direction: dict[str, Any], timed: list[dict[str, Any]], devices: int, p
         cpu_ready=cpu["ready"],
         cpu_blocking=cpu["blocking"],
         cpu_splash=cpu["splash"],
+        foreign=foreign,
         planning=float(np.median(values("splash", "planning"))),
         **direction,
         **spread,
@@ -174,13 +180,13 @@ def notes(rows: list[Row], device: str, pinned: bool) -> list[str]:
         f"{max(r.planning for r in rows):.1f} ms a switch, in all modes alike.",
     ]
     if device == "cpu":
+        taken = sum(row.foreign for row in rows) / sum(row.ready_p50 * row.cores for row in rows)
         found += [
             "On CPU the cores that compute also copy the bytes, so moving is hidden only where a core would else wait. "
             "at most: the",
-            "largest reduction there could be if all cores worked without a gap, from CPU time: "
-            "1 - (CPU of blocking / cores - ready) / +blocking.",
-            "CPU time is that of all threads and processes; a thread that spins while it waits counts as working."
-            + (" Each process has one core." if pinned else ""),
+            "reduction if no core ever waited: 1 - ((CPU of blocking + other programs) / cores - ready) / +blocking.",
+            f"Other programs took {max(taken, 0):.0%} of the cores while ready steps ran. CPU: of all threads"
+            + (" and processes, each on its own core." if pinned else "."),
         ]
     return found
 

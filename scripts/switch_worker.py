@@ -19,7 +19,7 @@ MODES = ("ready", "blocking", "splash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """One run. Seconds of the clock (the slowest process) and of all cores together, until everything is there."""
+    """One run, until everything is there: seconds of the clock (the slowest process), of all processes' cores."""
 
     step: str
     src: str
@@ -28,6 +28,7 @@ class Timed:
     round: int
     wall: float
     cpu: float
+    foreign: float  # core seconds that other programs took on the cores this may use
     planning: float  # before the clock: the plan, its maps and their way to the devices
 
 
@@ -50,8 +51,8 @@ class Bench:
     def __init__(self, job: Job) -> None:
         self.job, self.it = job, Resident(job)
 
-    def run(self, step: str, src: str, dst: str, mode: str) -> tuple[tuple[float, float, float], Any, Any]:
-        """One step in `dst` that starts from `src`: (wall, cpu, planning), what it drew, and the switch."""
+    def run(self, step: str, src: str, dst: str, mode: str) -> tuple[tuple[float, ...], Any, Any]:
+        """One step in `dst` that starts from `src`: (wall, cpu, foreign, planning), what it drew, and the switch."""
         import jax
 
         from splash_jax.runtime import move_all, run_step
@@ -65,11 +66,11 @@ class Bench:
         if mode == "ready":
             move_all(it.programs, it.state, switch)
         it.wait()
-        cpu, begun = time.process_time(), time.perf_counter()
+        busy, cpu, begun = busy_seconds(), time.process_time(), time.perf_counter()
         results = run_step(it.programs, it.state, bucket, batch, switch=None if mode == "ready" else switch)
         jax.block_until_ready((results, it.state.pools))
         wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
-        return (wall, cpu, planning), (results.drawn, rows), switch
+        return (wall, cpu, busy_seconds() - busy - cpu, planning), (results.drawn, rows), switch
 
     def measure(self) -> dict[str, Any]:
         """Every direction in every mode once untimed and compared, then `runs` rounds over all of them."""
@@ -79,7 +80,7 @@ class Bench:
         cases = [(step, src, dst) for step in self.job.steps for src, dst in directions]
         told = [self.compare(*case) for case in cases]
         self.it.programs.sealed = True
-        timed: list[tuple[float, float, float]] = []
+        timed: list[tuple[float, ...]] = []
         names: list[tuple[str, str, str, str, int]] = []
         for turn in range(self.job.runs):
             say(self.job, f"round {turn + 1} of {self.job.runs}")
@@ -113,20 +114,28 @@ class Bench:
             largest_difference=difference if same else float("nan"),
         )
 
-    def gathered(self, names: list[Any], timed: list[tuple[float, float, float]]) -> list[dict[str, Any]]:
+    def gathered(self, names: list[Any], timed: list[tuple[float, ...]]) -> list[dict[str, Any]]:
         """Of all processes the slowest clock, the sum of CPU seconds, and the longest planning."""
         import numpy as np
         from jax.experimental import multihost_utils
 
-        every = np.asarray(multihost_utils.process_allgather(np.asarray(timed, np.float32))).reshape(-1, len(timed), 3)
-        wall, cpu, planning = every[..., 0].max(0), every[..., 1].sum(0), every[..., 2].max(0)
+        every = np.asarray(multihost_utils.process_allgather(np.asarray(timed, np.float32))).reshape(-1, len(timed), 4)
+        combine = {"wall": np.max, "cpu": np.sum, "foreign": np.sum, "planning": np.max}
+        values = {name: how(every[..., k], 0) for k, (name, how) in enumerate(combine.items())}
         return [
             asdict(Timed(
-                step=step, src=src, dst=dst, mode=mode, round=turn,
-                wall=float(wall[i]), cpu=float(cpu[i]), planning=float(planning[i]),
+                step=step, src=src, dst=dst, mode=mode, round=turn, **{name: float(x[i]) for name, x in values.items()}
             ))
             for i, (step, src, dst, mode, turn) in enumerate(names)
         ]  # fmt: skip
+
+
+def busy_seconds() -> float:
+    """Core seconds that the cores which this process may use were busy so far, whoever used them. Ticks are 10 ms."""
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    # user nice system idle iowait irq softirq steal
+    return sum(sum(int(line[i]) for i in (1, 2, 3, 6, 7, 8)) for line in lines if line[0] in mine) / 100
 
 
 def say(job: Job, what: str) -> None:

@@ -34,7 +34,7 @@ def made_up(wall: dict[str, float], cpu: dict[str, float], device: str = "cpu") 
     """Ten rounds of one direction that sends and one that does not, slower from round to round."""
     names = {"tp": "cp", "dp": "dop"}
     timed = [
-        {"step": "decode", "src": src, "dst": dst, "mode": mode, "round": turn, "planning": 0.001}
+        {"step": "decode", "src": src, "dst": dst, "mode": mode, "round": turn, "planning": 0.001, "foreign": 0.0}
         | {"wall": (wall[mode] if src == "tp" else wall["ready"]) + turn * 1e-3, "cpu": cpu[mode]}
         for turn in range(10)
         for src, dst in names.items()
@@ -61,8 +61,12 @@ def test_overheads_are_differences_within_a_round(report: Any) -> None:
     assert moving.blocking_over_p50 == pytest.approx(40) and moving.splash_over_p95 == pytest.approx(10)
     assert moving.ready_p50 == pytest.approx(104.5)
     assert moving.reduction == pytest.approx(0.75)
-    # 220 ms of work on two cores take 110 ms at least: 5.5 of the 40 cannot be hidden.
+    # 220 ms of work on two cores take 110 ms at least: 5.5 of the 40 cannot be hidden. Others' work comes on top.
     assert moving.possible == pytest.approx(1 - 5.5 / 40)
+    crowded = made_up(WALL, CPU)
+    for run in crowded["timed"]:
+        run["foreign"] = 0.009
+    assert report.summarise(crowded, 2, 1, False)[0].possible == pytest.approx(1 - 10 / 40)
     assert math.isnan(still.reduction) and still.blocking_over_p50 == 0
     pinned, _ = report.summarise(made_up(WALL, CPU), 2, 4, True)
     assert pinned.possible == 1  # of four cores there would be room

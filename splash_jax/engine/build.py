@@ -129,6 +129,7 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
         max_model_len=longest,
         slots=config.max_num_seqs,
         penalties=config.penalties,
+        transfer_bytes=config.transfer_bytes,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     budget = config.device_memory_bytes or free_bytes or _default_budget(config, state, kv, longest)

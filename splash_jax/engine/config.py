@@ -36,6 +36,7 @@ class EngineConfig:
     block_size: int = 16  # tokens per page
     cp_interleave: int | None = None  # consecutive positions per rank where positions are dealt out; None: a page
     device_memory_bytes: int | None = None  # per rank, weights included; None: measured free memory, on CPU a default
+    transfer_bytes: int | None = None  # most KV that a rank receives at a time in a switch; None: 1.5 times a layer's
     reserve_bytes: int = 0  # of it, kept free for programs' temporaries
     penalties: bool = True  # keep token counts per request, so that penalties work
     scoring: bool = True  # compile the programs of `logits`
@@ -57,7 +58,7 @@ class EngineConfig:
             "spread_parts",
         ):
             self._positive(name, getattr(self, name))
-        for name in ("max_model_len", "cp_interleave", "device_memory_bytes"):
+        for name in ("max_model_len", "cp_interleave", "device_memory_bytes", "transfer_bytes"):
             if getattr(self, name) is not None:
                 self._positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):

@@ -23,6 +23,7 @@ class Shapes:
     slots: int  # requests that may run at once
     penalties: bool  # whether token counts are kept per slot
     attention_backend: str = "xla"
+    transfer_bytes: int | None = None  # most that a rank receives of a layer's histories at a time; None: 1.5 pools
 
     @property
     def width(self) -> int:

@@ -6,7 +6,7 @@ size is updated in place.
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from splash_jax.ownership import Layout, SwitchPlan, WeightMove
 from splash_jax.ownership.plan import KVMove
 from splash_jax.ownership.travel import gathers, most_grains, travel_axes
 from splash_jax.runtime.shapes import NOWHERE, Shapes
+
+POOLS_AT_A_TIME = 1.5  # of the destination: most that a rank receives in one chunk, unless `Shapes` says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Route:
     locals: int  # grains that a rank may relocate in one round
     in_rounds: bool  # what does not fit one round may follow in further ones
     weights: WeightMove
+    chunks: int = 1  # equal pieces, one after another, that a round's moves are cut into
 
     @property
     def group(self) -> int:
@@ -71,7 +74,7 @@ def make_route(
 
     A gather of whole pages into a pool no smaller has room for an even share instead: what it sends stays in its place
     on the sender, so the rest may follow in further rounds. Elsewhere a later round would read what an earlier one had
-    overwritten.
+    overwritten. What a rank would receive beyond `shapes.transfer_bytes` comes in chunks.
     """
     kv = shapes.kv
     grain, axes = kv.grain(src, dst), travel_axes(src, dst)
@@ -84,7 +87,7 @@ def make_route(
         in_rounds = in_rounds and share < sends
         sends = share if in_rounds else sends
     relocated = dst_pages if shuffled else min(dst_pages, max(0, src_pages - dst_pages))
-    return Route(
+    route = Route(
         src=src,
         dst=dst,
         src_pages=src_pages,
@@ -98,6 +101,15 @@ def make_route(
         in_rounds=in_rounds,
         weights=weights,
     )
+    most = shapes.transfer_bytes or POOLS_AT_A_TIME * dst_pages * kv.page_size * kv.bytes_per_token
+    return in_chunks(route, math.ceil(route.sends * group * grain * kv.bytes_per_token / most))
+
+
+def in_chunks(route: Route, chunks: int) -> Route:
+    """The route with its moves in so many chunks, and room for no less: what a rank receives at a time is one's."""
+    chunks = max(1, chunks)
+    sends, relocated = -(-route.sends // chunks) * chunks, -(-route.locals // chunks) * chunks
+    return replace(route, sends=sends, locals=relocated, chunks=chunks)
 
 
 def map_widths(route: Route) -> tuple[int, int]:
@@ -221,9 +233,19 @@ def _reordered(w: jax.Array, dim: int, lead: list[int], order: list[int]) -> jax
 
 
 def move_pool(route: Route, pool: jax.Array, read: jax.Array, write: jax.Array) -> jax.Array:
-    """One layer's pages [1, src_pages, page_size, width] to [1, dst_pages, page_size, width], one round of moves."""
+    """One layer's pages [1, src_pages, page_size, width] to [1, dst_pages, page_size, width], one round of moves.
+
+    In one chunk a pool that keeps its size is updated in place; of several, each reads the old pool and writes the new.
+    """
     old, new = _grains(route, pool), _grains(route, resized(route, pool))
-    return scatter_round(route, old, new, read, write).reshape(1, route.dst_pages, *pool.shape[2:])
+    if route.chunks == 1:
+        new = scatter_round(route, old, new, read, write)
+    else:
+        one = replace(route, sends=route.sends // route.chunks, locals=route.locals // route.chunks, chunks=1)
+        for chunk in zip(_cut(route, read, route.chunks), _cut(route, write, route.chunks), strict=True):
+            # The barrier keeps the buffers of a later chunk from being filled while an earlier one's are in use.
+            old, new = jax.lax.optimization_barrier((old, scatter_round(one, old, new, *chunk)))
+    return new.reshape(1, route.dst_pages, *pool.shape[2:])
 
 
 def resized(route: Route, pool: jax.Array) -> jax.Array:
@@ -294,22 +316,24 @@ def cut_route(route: Route, parts: int) -> tuple[Route, Route]:
     """
     sends = -(-route.sends // parts)
     relocated = -(-min(route.src_pages, route.dst_pages) * route.per_page // parts)
-    whole = replace(route, sends=sends * parts, locals=relocated * parts)
-    return whole, replace(route, sends=sends, locals=relocated)
+    whole = replace(route, sends=sends * parts, locals=relocated * parts, chunks=1)
+    return whole, replace(whole, sends=sends, locals=relocated)
 
 
 def cut_maps(whole: Route, parts: int, maps: Maps) -> list[Maps]:
     """One round of a whole route's moves, in parts."""
-    ranks = whole.src.size
+    pairs = zip(_cut(whole, maps.read, parts), _cut(whole, maps.write, parts), strict=True)
+    return [Maps(read, write) for read, write in pairs]
 
-    def cut(slots: np.ndarray) -> list[np.ndarray]:
-        local = np.split(slots[:, : whole.locals], parts, 1)
-        if not whole.sends:
-            return local
-        sent = np.split(slots[:, whole.locals :].reshape(ranks, -1, whole.sends), parts, 2)
-        return [np.concatenate([a, b.reshape(ranks, -1)], 1) for a, b in zip(local, sent, strict=True)]
 
-    return [Maps(read, write) for read, write in zip(cut(maps.read), cut(maps.write), strict=True)]
+def _cut(route: Route, slots: Any, parts: int) -> list[Any]:
+    """One round's slots i32[ranks, locals + buffers of sends], of numpy or JAX, in equal parts of the same form."""
+    xp, ranks = (np if isinstance(slots, np.ndarray) else jnp), slots.shape[0]
+    local = xp.split(slots[:, : route.locals], parts, 1)
+    if not route.sends:
+        return local
+    sent = xp.split(slots[:, route.locals :].reshape(ranks, -1, route.sends), parts, 2)
+    return [xp.concatenate([a, b.reshape(ranks, -1)], 1) for a, b in zip(local, sent, strict=True)]
 
 
 def exact_route(shapes: Shapes, plan: SwitchPlan) -> Route:
@@ -322,7 +346,9 @@ def exact_route(shapes: Shapes, plan: SwitchPlan) -> Route:
         plan.after.pages_per_rank,
         plan.weights,
     )
-    return replace(route, sends=max(map(len, _by_sender(route, plan.kv).values()), default=0), in_rounds=False)
+    return replace(
+        route, sends=max(map(len, _by_sender(route, plan.kv).values()), default=0), in_rounds=False, chunks=1
+    )
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:
@@ -335,4 +361,4 @@ def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Ro
         route = replace(route, axes=route.src.axis_names, gathers=False, in_rounds=False)
     if sends is not None or route.in_rounds:
         return route
-    return replace(route, sends=max(route.sends, _fullest(route, plan.kv)))
+    return in_chunks(replace(route, sends=max(route.sends, _fullest(route, plan.kv))), route.chunks)

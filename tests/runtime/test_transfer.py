@@ -29,6 +29,7 @@ from splash_jax.runtime import (
     prepare_switch,
     run_step,
 )
+from splash_jax.runtime.transfer import Route, in_chunks
 from tests.support import DIRECTIONS, HYBRID_DIRECTIONS, HYBRIDS, MESHES, SMALL
 
 T, PAGE = 4, 4
@@ -165,17 +166,45 @@ def test_a_transfer_is_apply(src, dst, interleave):
     route = plan_route(at.shapes, plan)
     if route.in_rounds:  # so many that a gather needs one round
         route = plan_route(at.shapes, plan, 32)
+    check_transfer(at, plan, route)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("dp", "tp"), ("cp", "dop"), ("tp", "cp"), ("dop", "dcp"), ("node=dop,chip=cp", "node=cp,chip=dcp")],
+)
+def test_a_transfer_in_chunks_is_apply(src, dst, chunks):
+    at = programs(1, src)
+    plan = make_plan(LAYOUTS[src], LAYOUTS[dst], at.shapes.kv, (PAGES[src], PAGES[dst]))
+    check_transfer(at, plan, in_chunks(plan_route(at.shapes, plan, 32), chunks))
+
+
+def test_a_move_larger_than_the_bound_comes_in_chunks():
+    at = programs(1)
+    plan = make_plan(LAYOUTS["dp"], LAYOUTS["cp"], at.shapes.kv, (PAGES["dp"], PAGES["cp"]))
+    whole = plan_route(at.shapes, plan)
+    received = whole.sends * T * plan.kv.grain_bytes
+    for bound, chunks in ((received, 1), (received - 1, 2), (-(-received // 3), 3)):
+        route = plan_route(replace(at.shapes, transfer_bytes=bound), plan)
+        assert route.chunks == chunks
+        assert route.sends // chunks * T * plan.kv.grain_bytes <= bound + T * plan.kv.grain_bytes
+
+
+def check_transfer(at: Stubbed, plan: SwitchPlan, route: Route) -> None:
+    """The program of a route does bit by bit what `apply` does."""
+    src, dst = route.src, route.dst
     pool = random_pool(plan, 1)
-    values, weights = make_weights(LAYOUTS[src], 2)
+    values, weights = make_weights(src, 2)
     (maps,) = make_maps(route, plan.kv)
     dealt = NamedSharding(mesh(route.src), local_spec(route.src))
     moved, arrived = at.get(SwitchKey(route=route))(
-        weights, put(pool, LAYOUTS[src]), *jax.device_put((maps.read, maps.write), (dealt, dealt))
+        weights, put(pool, src), *jax.device_put((maps.read, maps.write), (dealt, dealt))
     )
     arrived = np.asarray(arrived)
     np.testing.assert_array_equal(bits(arrived), bits(expected_pool(plan, pool)))
     assert_live_pages_finite(plan, arrived)
-    assert_weights(moved, values, LAYOUTS[dst])
+    assert_weights(moved, values, dst)
 
 
 def device_state(plan: SwitchPlan, src: Layout) -> tuple[DeviceState, list[np.ndarray], list[dict[str, np.ndarray]]]:

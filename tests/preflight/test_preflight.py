@@ -48,7 +48,7 @@ def small_case(layouts: tuple[str, ...], hardware: str = "h200", kinds: tuple[st
     model = ModelConfig.from_dict({**SMALL, **SIZES, **changes}, "small fixture")
     return draw_case(
         "small fixture", load_hardware(hardware), num_devices=8, layouts=layouts, batch=16, context=1024,
-        prefill_tokens=256, block_size=16, memory_fraction=0.9, config=model, kinds=kinds,
+        prefill_tokens=256, block_size=16, memory_fraction=0.001, config=model, kinds=kinds,
     )  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def test_the_command_prints_writes_and_draws(both: Report, tmp_path: Path, monke
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **SIZES, **DENSE}))
     out, png = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["--layouts", "dop,cp", "--context", "1024", "--prefill-tokens", "256", "--block-size", "16"]
+    arguments += ["--memory-fraction", "0.001"]
     with pytest.raises(SystemExit) as end:
         run(["preflight", str(tmp_path), *arguments, "--json", str(out), "--plot", str(png)])
     assert not end.value.code

@@ -36,7 +36,7 @@ def preflight(
     layouts: Annotated[str | None, Option(help="Some layouts only, e.g. tp,dp.")] = None,
     kinds: Annotated[str | None, Option(help="Compile some kinds of layers only: dense or moe.")] = None,
     block_size: Annotated[int, Option(min=1, help="Tokens per page.")] = 64,
-    memory_fraction: Annotated[float, Option(min=0.01, max=1.0, help="Of a GPU's memory, for everything.")] = 0.9,
+    memory_fraction: Annotated[float, Option(min=0.001, max=1.0, help="Of a GPU's memory, for everything.")] = 0.9,
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
     json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw what lies beside each transfer, as a PNG.")] = None,

@@ -26,6 +26,8 @@ _FREE = {  # what costs nothing to speak of, or only moves what others computed
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "iota"),
     *("copy", "copy-start", "copy-done", "broadcast", "reshape", "transpose", "partition-id", "replica-id"),
 }
+# What may hold a collective in a computation that it calls, and its phase. GPUs since JAX 0.12 fuse small all-reduces.
+_WRAPPERS = {"async-start": "start", "fusion-start": "start", "fusion": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,8 @@ class _Reader:
             if kind is None or phase == "done":
                 continue
             done = i if phase == "" else self._done_of(i)
-            rest = it.rest if kind in it.op else (self._wrapped(it) or it).rest
+            inner = self._wrapped(it) if it.op in _WRAPPERS else None
+            rest = inner.rest if inner else it.rest
             collective = collective_of(kind, self.order[done].type, rest, self.ranks)
             beside = tuple(self.order[j].name for j in range(i + 1, done) if j in self.compute)
             sync = phase == "" or '"is_sync":true' in it.rest
@@ -149,12 +152,12 @@ class _Reader:
         kind, _, phase = it.op.rpartition("-")
         if kind in RECEIVED and phase in ("start", "done"):
             return kind, phase
-        if it.op == "async-start" and (inner := self._wrapped(it)):
-            return inner.op, "start"
+        if it.op in _WRAPPERS and (inner := self._wrapped(it)):
+            return inner.op, _WRAPPERS[it.op]
         return None, ""
 
     def _wrapped(self, it: Instruction) -> Instruction | None:
-        """The collective inside the computation that an async-start calls."""
+        """The collective inside a computation that an instruction calls."""
         return next((x for called in self._called(it) for x in self.bodies[called] if x.op in RECEIVED), None)
 
     def _done_of(self, start: int) -> int:
@@ -181,7 +184,7 @@ class _Reader:
 
     def _compute_scope(self, it: Instruction) -> str:
         """The scope of compute that does not belong to a transfer alone; "" for everything else."""
-        if it.op in _FREE or it.op in RECEIVED or it.op.endswith(("-start", "-done")):
+        if it.op in _FREE or it.op.endswith(("-start", "-done")) or self._collective_kind(it)[0]:
             return ""
         foreign = [scope for scope in self._scopes(it) if MOVE not in scope]
         return (it.scope if it.scope in foreign else min(foreign)) if foreign else ""

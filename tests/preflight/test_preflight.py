@@ -14,7 +14,7 @@ from splash_jax.cli.main import run
 from splash_jax.cost import load_hardware
 from splash_jax.errors import ConfigError, TargetError
 from splash_jax.models.config import ModelConfig
-from splash_jax.preflight import Report, compile_case, draw_case, make_report
+from splash_jax.preflight import Case, Report, compile_case, draw_case, make_report
 from splash_jax.preflight.case import read_model
 from splash_jax.preflight.timeline import timeline
 from splash_jax.runtime import SwitchKey
@@ -44,15 +44,15 @@ def compiler() -> None:
         pytest.skip(str(missing))
 
 
-def small_case(layouts: tuple[str, ...], hardware: str = "h200", **changes: Any):
+def small_case(layouts: tuple[str, ...], hardware: str = "h200", kinds: tuple[str, ...] = (), **changes: Any) -> Case:
     model = ModelConfig.from_dict({**SMALL, **SIZES, **changes}, "small fixture")
     return draw_case(
         "small fixture", load_hardware(hardware), num_devices=8, layouts=layouts, batch=16, context=1024,
-        prefill_tokens=256, block_size=16, memory_fraction=0.9, config=model,
+        prefill_tokens=256, block_size=16, memory_fraction=0.001, config=model, kinds=kinds,
     )  # fmt: skip
 
 
-def compiled(case) -> Report:
+def compiled(case: Case) -> Report:
     return make_report(case, compile_case(case), 0.0)
 
 
@@ -93,8 +93,8 @@ def test_both_primitives_lie_beside_compute(both):
 
 @pytest.mark.slow
 def test_every_direction_lies_beside_compute():
-    """All twelve, beside dense and expert layers, in decode and prefill steps."""
-    check(compiled(small_case(LAYOUTS)))
+    """All twelve, beside an expert layer, in decode and prefill steps."""
+    check(compiled(small_case(LAYOUTS, kinds=("moe",), n_routed_experts=8)))
 
 
 def test_b200_needs_a_newer_jax():
@@ -135,6 +135,7 @@ def test_the_command_prints_writes_and_draws(both: Report, tmp_path: Path, monke
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **SIZES, **DENSE}))
     out, png = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["--layouts", "dop,cp", "--context", "1024", "--prefill-tokens", "256", "--block-size", "16"]
+    arguments += ["--memory-fraction", "0.001"]
     with pytest.raises(SystemExit) as end:
         run(["preflight", str(tmp_path), *arguments, "--json", str(out), "--plot", str(png)])
     assert not end.value.code

@@ -128,6 +128,18 @@ def test_an_exchange_split_in_two(start):
     assert exchange.collective.kind == "all-to-all" and exchange.hidden and found.transfer_bytes == 96
 
 
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+def test_a_fused_collective_is_a_collective_and_no_compute(split):
+    lines = ["  %sum = f32[4,8]{1,0} fusion(%pool), kind=kCustom, calls=%wrapped\n"]
+    if split:
+        lines = ["  %s = ((f32[4,8]{1,0}), f32[4,8]{1,0}) fusion-start(%pool), kind=kCustom, calls=%wrapped\n"]
+        lines += [DOT, "  %sd = f32[4,8]{1,0} fusion-done(%s)\n"]
+    found = schedule(START, *lines, DONE)
+    assert [c.collective.kind for c in found.collectives] == ["all-gather", "all-to-all"]
+    assert [c.hidden for c in found.collectives] == [split, split]
+    assert "sum" not in found.collectives[0].beside
+
+
 def test_a_layers_own_exchange_is_no_transfer():
     own = f'  %ar = f32[8,8]{{1,0}} all-reduce(%dot), {GROUPS}, metadata={{op_name="jit(beside)/attention/psum"}}\n'
     found = schedule(DOT, own)

@@ -91,7 +91,7 @@ def _job(args: argparse.Namespace, model: Path, devices: int, scratch: Path) -> 
         context=args.context,
         runs=args.runs,
         dtype=args.dtype,
-        answer=str(scratch / "answer.json"),
+        answer=str(scratch / f"answer{devices}.json"),
         processes=args.processes,
         address=f"127.0.0.1:{_free_port()}" if args.processes > 1 else "",
     )

@@ -39,7 +39,7 @@ class Row:
     splash_over_p50: float
     splash_over_p75: float
     splash_over_p95: float
-    reduction: float  # of the overhead's median, by splash; NaN where blocking's is not above its own noise
+    reduction: float  # of the overhead's median, by splash; NaN where nothing is sent or blocking's is noise
     possible: float  # the largest reduction that the cores leave room for; NaN on accelerators, and as above
     cpu_ready: float
     cpu_blocking: float
@@ -68,7 +68,7 @@ def _row(direction: dict[str, Any], timed: list[dict[str, Any]], devices: int, p
         f"{mode}_over_p{p}": float(np.percentile(over[mode], p)) for mode in over for p in (25, 50, 75, 95)
     }  # fmt: skip
     blocking, splash = spread["blocking_over_p50"], spread["splash_over_p50"]
-    clear = blocking > 2 * _error(over["blocking"])
+    clear = direction["bytes"] > 0 and blocking > 2 * _error(over["blocking"])
     foreign = float(np.mean(values("ready", "foreign")))
     # What blocking does, done by cores that never wait: whatever of the ready step's time other programs left.
     least = math.nan if cores is None else max(0.0, (cpu["blocking"] + foreign) / cores - float(np.mean(wall["ready"])))
@@ -175,7 +175,7 @@ def notes(rows: list[Row], device: str, pinned: bool) -> list[str]:
         "ready: the step, its state moved before the clock. blocking: all state, waited for, then the step. splash: "
         "one step that does both.",
         "+: a run's time less ready's of the same round; p95 of these differences. MiB: received by the busiest rank.",
-        "reduced: 1 - splash's overhead / blocking's; '-' where blocking's own is not above twice its standard error.",
+        "reduced: 1 - splash's overhead / blocking's; '-' where nothing is sent or blocking's is below 2 standard errors.",
         f"Plans and maps are made before the clock: {min(r.planning for r in rows):.1f} to "
         f"{max(r.planning for r in rows):.1f} ms a switch, in all modes alike.",
     ]

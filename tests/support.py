@@ -18,6 +18,7 @@ DIRECTIONS = list(permutations(LAYOUTS, 2))
 
 # An engine's programs take long to compile: by default its tests run in the layouts of the paper, else in all.
 USUAL = LAYOUTS[:4]
+EACH_DIRECTION = [pytest.param(*pair, marks=() if set(pair) <= set(USUAL) else pytest.mark.slow) for pair in DIRECTIONS]
 EACH_LAYOUT = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in LAYOUTS]
 
 # Layouts of two axes: every role on either axis, owners and positions side by side, outside each other and alone.

@@ -121,7 +121,7 @@ def test_a_long_walk_through_hybrids(
 
 def test_the_walk_notices_a_source_that_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[object] = []
-    monkeypatch.setattr(execute, "_free", lambda arrays: kept.append(arrays))
+    monkeypatch.setattr(execute, "free", lambda arrays: kept.append(arrays))
     add(go(llm, "cp"), tokens(9, 1), greedy(4))
     with Residency(llm).watching() as residency:
         llm.engine.request_switch("dop")

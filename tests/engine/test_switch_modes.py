@@ -8,7 +8,7 @@ from splash_jax.errors import ConfigError, LayoutError
 from splash_jax.kv import PagePool
 from splash_jax.runtime import SwitchKey, SwitchMode, move_all, prepare_switch
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, mixed_prompts, teacher_forced
-from tests.support import DIRECTIONS, LAYOUTS, assert_all_free, make_llm
+from tests.support import DIRECTIONS, EACH_DIRECTION, assert_all_free, make_llm
 
 PROMPTS = mixed_prompts(54)  # of which no step's two best tokens are close
 NEW = 10
@@ -47,11 +47,11 @@ def make_ready(llm: LLM, dst: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def fixed(shared: LLM) -> dict[str, Told]:
-    return {layout: serve(shared, layout, None, "splash")[0] for layout in LAYOUTS}
+def fixed(shared: LLM, layouts: tuple[str, ...]) -> dict[str, Told]:
+    return {layout: serve(shared, layout, None, "splash")[0] for layout in layouts}
 
 
-@pytest.mark.parametrize(("src", "dst"), DIRECTIONS)
+@pytest.mark.parametrize(("src", "dst"), EACH_DIRECTION)
 def test_all_three_give_the_same(llm: LLM, fixed: dict[str, Told], src: str, dst: str) -> None:
     for mode in ("splash", "blocking", "ready"):
         told, records = serve(llm, src, dst, mode)
@@ -82,7 +82,7 @@ def test_a_blocking_switch_may_be_asked_for_by_name(llm: LLM) -> None:
 def test_only_allowed_modes_are_compiled_and_served(llm: LLM, small) -> None:
     with pytest.raises(LayoutError, match="switch mode 'slow' is not among the allowed splash, blocking"):
         llm.switch("dp", mode="slow")
-    with pytest.raises(ConfigError, match=r"switch_modes must be some of splash, blocking, got \('slow',\)"):
+    with pytest.raises(ConfigError, match=r"switch_modes must be some of splash, blocking, spread, got \('slow',\)"):
         make_llm(small, switch_modes=("slow",))
     blocking = make_llm(small, num_devices=2, layouts=("tp", "dp"), switch_modes=("blocking",))
     with pytest.raises(LayoutError, match="switch mode 'splash' is not among the allowed blocking"):
@@ -90,4 +90,4 @@ def test_only_allowed_modes_are_compiled_and_served(llm: LLM, small) -> None:
     mine, usual = ({k for k in x.engine.blueprint.keys() if isinstance(k, SwitchKey)} for x in (blocking, llm))  # noqa: SIM118
     assert mine and all(key.kind is None for key in mine)
     assert any(key.kind for key in usual)
-    assert set(llm.engine.config.switch_modes) == set(SwitchMode)
+    assert set(llm.engine.config.switch_modes) == {SwitchMode.SPLASH, SwitchMode.BLOCKING}

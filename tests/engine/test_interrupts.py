@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,6 +10,14 @@ from splash_jax import LLM
 from splash_jax.engine.interrupts import interrupts_held
 from tests.engine.conftest import greedy
 from tests.support import assert_all_free
+
+
+@pytest.fixture(autouse=True)
+def usual_handler() -> Iterator[None]:
+    """Python's own handler, which is not there where the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_generate_works_again_after_ctrl_c_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_a_tour_of_all_directions_with_positions_dealt_singly(
 ) -> None:
     others = [layout for layout in plain_llm.engine.blueprint.layouts if layout != src]
     tour = list(itertools.chain.from_iterable((dst, src) for dst in others))
-    switched = run(plain_llm, src, PLAIN_PROMPTS, {2 + 3 * i: dst for i, dst in enumerate(tour)})
+    switched = run(plain_llm, src, PLAIN_PROMPTS, {2 + 2 * i: dst for i, dst in enumerate(tour)})
     check(switched, plain_fixed[src], switches=len(tour))
 
 

@@ -12,7 +12,7 @@ from tests.engine.test_random_walk import judge, walk
 from tests.support import DIRECTIONS, assert_all_free, make_llm, max_logprob_difference
 
 PROMPTS = mixed_prompts(54)
-FEW = [("dp", "tp"), ("cp", "dop")]
+FEW = [("dp", "tp")]
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,8 @@ def keys_of(folder: Path, depth: int, **settings: object) -> set[object]:
     """What an engine of so many layers, three of them dense, would compile. Needs no weights."""
     config = SMALL | {"num_hidden_layers": depth, "first_k_dense_replace": 3}
     (folder / "config.json").write_text(json.dumps(config))
-    own: dict[str, object] = {
-        "num_devices": 8,
-        "block_size": 4,
-        "max_num_seqs": 8,
-        "decode_buckets": (8,),
-        "penalties": False,
-    }
-    own["layouts"] = LAYOUTS
+    own: dict[str, object] = {"num_devices": 8, "layouts": LAYOUTS, "max_num_seqs": 8, "block_size": 4}
+    own |= {"decode_buckets": (8,), "penalties": False}
     return set(draw_up(EngineConfig(model=folder, **(own | settings))).keys())  # type: ignore[arg-type]
 
 

@@ -29,12 +29,15 @@ def cases() -> list[str]:
 
 
 def combinations() -> Iterator[object]:
-    """(checkpoint, ranks, layout). By default four ranks: all layouts of one checkpoint, one layout of each other."""
+    """(checkpoint, ranks, layout): the paper's layouts, and for one checkpoint all of them.
+
+    By default four ranks, and one layout of each other checkpoint.
+    """
     for index, name in enumerate(cases()):
         for ranks in (1, 2, 4, 8):
             if config_of(name)["num_attention_heads"] % ranks:  # type: ignore[operator]
                 continue
-            for at, layout in enumerate(LAYOUTS):
+            for at, layout in enumerate(LAYOUTS if name == PRIMARY else USUAL):
                 usual = ranks == 4 and (name == PRIMARY or at == (index + 1) % len(USUAL))
                 marks = () if usual else (pytest.mark.slow,)
                 yield pytest.param((name, ranks, layout), id=f"{name}-{layout}{ranks}", marks=marks)

@@ -12,7 +12,7 @@ from splash_jax.ownership import Layout, footprint
 from splash_jax.runtime import SwitchKey
 from splash_jax.runtime.batch import FLOAT_FIELDS, INT_FIELDS, local_size
 from splash_jax.runtime.shapes import MAX_STOP_IDS, MAX_TOP_LOGPROBS, sample_rows
-from splash_jax.runtime.transfer import map_widths
+from splash_jax.runtime.transfer import Route, map_widths
 
 
 def live_bytes(ranks: int, foreign: set[int] = frozenset()) -> np.ndarray:  # type: ignore[assignment]
@@ -54,9 +54,17 @@ class Residency:
         return int(live_bytes(self.engine.pool.layout.size, self._foreign).max())
 
     def after_step(self) -> None:
-        """After every step: one layout's state and what a step needs, nothing that is left over."""
+        """After every step: one layout's state and what a step needs, nothing that is left over.
+
+        While a switch is spread over steps, what Eq. 5 allows it, with the inputs of a step in both layouts.
+        """
         state, layout = self.engine.blueprint.state, self.engine.layout
         bound = state.common + state.num_layers * self.layer(layout) + self._idle + self._step(layout)
+        if self.engine._spreading is not None:
+            route, _ = self.engine._spreading.spread.cut
+            layers = sorted((self.layer(route.src), self.layer(route.dst)))
+            bound = state.common + state.num_layers * layers[1] + layers[0] + self._idle
+            bound += self._step(route.src) + self._step(route.dst) + 2 * self._map_bytes(route)
         assert self.now() <= bound, f"{self.now() - bound} bytes are left over after a step in {layout}"
 
     @contextmanager
@@ -96,7 +104,9 @@ class Residency:
 
     def _maps(self, src: Layout, dst: Layout) -> int:
         """Bytes of a switch's maps on a rank, for as many rounds as there may be."""
-        route = self.engine.blueprint.route(src, dst)
+        return self._map_bytes(self.engine.blueprint.route(src, dst))
+
+    def _map_bytes(self, route: Route) -> int:
         rounds = -(-route.dst_pages // route.sends) if route.in_rounds else 1
         return 4 * sum(map_widths(route)) * rounds
 

@@ -37,7 +37,7 @@ def walk(llm: LLM, switches: int, seed: int, modes: Sequence[str] = ("splash",))
                 requests.append(add(llm, tokens(length, len(requests)), greedy(rng.choice((1, 2, 9, 20)), logprobs=0)))
             if alive and rng.random() < 0.1:
                 engine.abort(rng.choice(alive).name)
-            if step == 0 or rng.random() < 0.8:
+            if (step == 0 or rng.random() < 0.8) and not engine._switches:  # a spread one may be under way
                 layout = rng.choice(onward[layout])
                 engine.request_switch(layout, rng.choice(modes))
                 asked += 1

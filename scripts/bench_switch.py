@@ -76,8 +76,8 @@ def measure(job: Job, pinned: bool) -> dict[str, Any]:
     finally:
         for process in processes:
             process.kill()  # whoever is left waits for one that failed
-    if any(process.returncode for process in processes):
-        raise SystemExit("a worker failed; its words are above.")
+    if codes := [process.returncode for process in processes if process.returncode]:
+        raise SystemExit(f"a worker ended with exit status {codes[0]}; its words, if it had any, are above.")
     return json.loads(Path(job.answer).read_text())
 
 

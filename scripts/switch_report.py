@@ -175,11 +175,7 @@ def notes(rows: list[Row], device: str, pinned: bool) -> list[str]:
         "ready: the step, its state moved before the clock. blocking: all state, waited for, then the step. splash: "
         "one step that does both.",
         "+: a run's time less ready's of the same round; p95 of these differences. MiB: received by the busiest rank.",
-<<<<<<< HEAD
-        "reduced: 1 - splash's overhead / blocking's; '-' where nothing is sent or blocking's is noise (2 s.e.).",
-=======
         "reduced: 1 - splash's overhead / blocking's; '-' where nothing is sent or blocking's is noise (2 errors).",
->>>>>>> ref
         f"Plans and maps are made before the clock: {min(r.planning for r in rows):.1f} to "
         f"{max(r.planning for r in rows):.1f} ms a switch, in all modes alike.",
     ]

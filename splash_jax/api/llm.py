@@ -1,7 +1,6 @@
 """Offline inference: prompts in, completions out, on a mesh whose attention layout may change while they run."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.engine import Engine, EngineConfig, StepRecord
+from splash_jax.engine.config import mesh_ranks
 from splash_jax.errors import RequestError, SplashError
 from splash_jax.kv import PagePool
 from splash_jax.ownership import SwitchPlan
@@ -46,7 +46,7 @@ class LLM:
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
     ) -> None:
-        ranks = math.prod((mesh or {}).values()) if num_devices is None else num_devices
+        ranks = mesh_ranks(mesh) if num_devices is None else num_devices
         config = EngineConfig(model=Path(model), num_devices=ranks, mesh=mesh, layout=layout, **settings)
         self.engine = Engine(config, progress)
         self._serial = itertools.count()
@@ -273,7 +273,10 @@ class LLM:
 
 
 def _move(move: Move) -> tuple[str, str]:
-    return (move, "splash") if isinstance(move, str) else move
+    """A layout and how to switch to it."""
+    if isinstance(move, tuple) and len(move) == 2:
+        return move
+    return move, "splash"  # type: ignore[return-value]
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -22,7 +22,7 @@ NOTES = (
     "moved: received by the busiest rank for one layer, as compiled for this batch. engine: with an engine's padding.",
     "overlap: share of moved with the layer's compute between start and done; beside: share of that compute.",
     "peak, bound: of a rank during the switch, as compiled and by Eq. 5. exposed: Eq. 7, from published peaks.",
-    "spread: what shows if the same state moves ahead over so many decode steps of the source.",
+    "spread: what shows if a few layers move in each of so many decode steps, with the source's compute.",
 )
 
 

@@ -1,6 +1,5 @@
 """What of a switch a step does not hide (arXiv 2609.37626, Eq. 7), and what it would be spread over several steps."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,19 +25,18 @@ class Spread:
 
 
 def spread_over_steps(transfer: Sequence[float], compute: Sequence[float], layers_per_step: int) -> Spread:
-    """The same switch with `layers_per_step` layers' state moved ahead of time in each of several ordinary steps.
+    """The same switch with `layers_per_step` layers' state moved in each of several ordinary steps.
 
-    A step's transfers are cut into pieces that lie beside the compute of all its layers, so that a step shows what
-    outlasts its whole compute: max(0, sum of its transfers - sum of `compute`). Rows that arrive after their layer has
-    moved are not counted: one row per request, layer and step.
+    A layer's state moves, in parts, beside the compute of all layers but those that move with it: from when it has run
+    in one step until it runs in the next. So a step shows what outlasts that compute. Parts are taken to be as fine as
+    need be. The last parts arrive in one step more, which completes the switch.
     """
     _check(transfer, compute)
     if layers_per_step < 1:
         raise ValueError(f"layers_per_step must be at least 1, got {layers_per_step}.")
-    steps = math.ceil(len(transfer) / layers_per_step)
-    parts = [transfer[i * layers_per_step : (i + 1) * layers_per_step] for i in range(steps)]
-    shown = [max(0.0, sum(part) - sum(compute)) for part in parts]
-    return Spread(steps=steps, exposed_total=sum(shown), exposed_worst=max(shown))
+    groups = [slice(i, i + layers_per_step) for i in range(0, len(transfer), layers_per_step)]
+    shown = [max(0.0, sum(transfer[group]) - (sum(compute) - sum(compute[group]))) for group in groups]
+    return Spread(steps=len(groups) + 1, exposed_total=sum(shown), exposed_worst=max(shown))
 
 
 def _check(transfer: Sequence[float], compute: Sequence[float]) -> None:

@@ -27,7 +27,7 @@ from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
 from splash_jax.models.load import load_tree
 from splash_jax.models.params import Leaf, in_blocks
-from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit
+from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit, switch_buckets
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.ownership.plan import weight_move
 from splash_jax.runtime import (
@@ -95,12 +95,13 @@ class Blueprint:
                 continue
             yield SwitchKey(route=route)
             beside = kinds[:-1] if SwitchMode.SPLASH in self.config.switch_modes else ()
-            for kind in dict.fromkeys(beside):
-                yield SwitchKey(route=route, kind=kind, bucket=self.buckets[dst][-1])
+            for bucket in switch_buckets(self.buckets[dst]):
+                for kind in dict.fromkeys(beside):
+                    yield SwitchKey(route=route, kind=kind, bucket=bucket)
             if route.in_rounds:
                 yield SwitchKey(route=route, more=True)
             if SwitchMode.SPREAD in self.config.switch_modes:
-                pairs = list(zip(self.buckets[src][-2:], self.buckets[dst][-2:], strict=True))
+                pairs = list(zip(*(switch_buckets(self.buckets[layout]) for layout in (src, dst)), strict=True))
                 yield from spread_programs(route, self.config.spread_parts, list(dict.fromkeys(kinds)), pairs)
 
 

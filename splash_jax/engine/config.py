@@ -57,17 +57,22 @@ class EngineConfig:
             "spread_layers",
             "spread_parts",
         ):
-            self._positive(name, getattr(self, name))
+            _positive(name, getattr(self, name))
         for name in ("max_model_len", "cp_interleave", "device_memory_bytes", "transfer_bytes"):
             if getattr(self, name) is not None:
-                self._positive(name, getattr(self, name))
+                _positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}.")
         for name in ("reserve_bytes", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}.")
-        examples = {"layouts": "('tp', 'dp')", "directions": "(('tp', 'dp'),)", "decode_buckets": "(8,)"}
+        examples = {
+            "layouts": "('tp', 'dp')",
+            "directions": "(('tp', 'dp'),)",
+            "decode_buckets": "(8,)",
+            "switch_modes": "('splash',)",
+        }
         for name, example in examples.items():
             value = getattr(self, name)
             good = isinstance(value, Collection) and not isinstance(value, str)
@@ -77,12 +82,12 @@ class EngineConfig:
             raise LayoutError(f"layouts is empty; give it at least {self.layout!r}.")
         self._check_mesh()
         self._check_layouts()
-        if not self.switch_modes or not set(self.switch_modes) <= set(SwitchMode):
+        if not self.switch_modes or any(mode not in list(SwitchMode) for mode in self.switch_modes):
             raise ConfigError(f"switch_modes must be some of {', '.join(SwitchMode)}, got {self.switch_modes!r}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
         for size in self.decode_buckets:
-            self._positive("each of decode_buckets", size)
+            _positive("each of decode_buckets", size)
         if any(size > self.max_num_seqs for size in self.decode_buckets):
             raise ConfigError(
                 f"decode_buckets {self.decode_buckets} must lie in 1 to max_num_seqs {self.max_num_seqs}."
@@ -108,16 +113,10 @@ class EngineConfig:
             return name
 
     def _check_mesh(self) -> None:
-        if self.mesh is None:
-            return
-        for axis, size in self.mesh.items():
-            if not axis.isidentifier():
-                raise ConfigError(f"mesh axes are named by words, such as 'node'; got {axis!r}.")
-            self._positive(f"mesh axis {axis!r}", size)
-        if math.prod(self.mesh.values()) != self.num_devices or not self.mesh:
+        if self.mesh is not None and (mesh_ranks(self.mesh) != self.num_devices or not self.mesh):
             raise ConfigError(
-                f"mesh {dict(self.mesh)} has {math.prod(self.mesh.values())} ranks and num_devices is "
-                f"{self.num_devices}; make the sizes of its axes multiply to it."
+                f"mesh {dict(self.mesh)} has {mesh_ranks(self.mesh)} ranks and num_devices is {self.num_devices}; "
+                f"make the sizes of its axes multiply to it."
             )
 
     def _check_layouts(self) -> None:
@@ -129,6 +128,20 @@ class EngineConfig:
             if len(known) != 2 or len(pair) != 2 or not known <= allowed:
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
 
-    def _positive(self, name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+def mesh_ranks(mesh: Mapping[str, int] | None) -> int:
+    """Ranks of a mesh, 1 where there is none. Raises `ConfigError` for what is no mesh."""
+    if mesh is None:
+        return 1
+    if not isinstance(mesh, Mapping):
+        raise ConfigError(f"mesh must map axes to sizes, like {{'node': 2, 'chip': 4}}; got {mesh!r}.")
+    for axis, size in mesh.items():
+        if not isinstance(axis, str) or not axis.isidentifier():
+            raise ConfigError(f"mesh axes are named by words, such as 'node'; got {axis!r}.")
+        _positive(f"mesh axis {axis!r}", size)
+    return math.prod(mesh.values())
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")

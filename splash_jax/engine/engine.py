@@ -221,8 +221,8 @@ class Engine:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
         Raises `EngineFailed` when the step raises in its middle, and ever after: what it left cannot be trusted. Every
-        request has ended with an error then, and its pages are free. A
-        keyboard interrupt is raised after the step, which it leaves whole.
+        request has ended with an error then, and its pages are free. A keyboard interrupt is raised after the step,
+        which it leaves whole.
         """
         with interrupts_held(), self._lock:
             self.raise_if_failed()
@@ -264,8 +264,8 @@ class Engine:
         if self._pending and self.scheduler.under_pressure(self._pages):
             self._read(self._pending)
             self._pending = None
-        largest = switch is not None and switch.mode is SwitchMode.SPLASH
-        schedule = self.scheduler.schedule(self._pages, largest=largest)
+        switching = switch is not None and switch.mode is SwitchMode.SPLASH
+        schedule = self.scheduler.schedule(self._pages, switching)
         self.preemptions += len(schedule.preempted)
         before, self._pending = self._pending, None
         if self._spreading is not None:

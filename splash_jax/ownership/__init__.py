@@ -1,6 +1,6 @@
 """Who holds what under a layout, and what a switch must move. Pure Python and numpy."""
 
-from splash_jax.ownership.bucket import Bucket
+from splash_jax.ownership.bucket import Bucket, switch_buckets
 from splash_jax.ownership.footprint import Footprint, StateBytes, footprint, pages_that_fit
 from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections
 from splash_jax.ownership.manifest import KVShape, Manifest, RequestPages
@@ -28,4 +28,5 @@ __all__ = [
     "pages_that_fit",
     "plan_between",
     "plan_switch",
+    "switch_buckets",
 ]

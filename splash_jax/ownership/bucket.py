@@ -1,5 +1,6 @@
 """Room for rows in a step, per owner group."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -22,3 +23,11 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.decode}+{self.tiles}x{self.tile}"
+
+
+def switch_buckets(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """Of a layout's buckets, smallest first, those of steps with a switch: all single rows, and the largest.
+
+    Two, so that a switch between decode steps pays for no prompt rows and programs stay few.
+    """
+    return buckets[-2:]

@@ -19,7 +19,17 @@ from splash_jax.layouts import make_layout
 from splash_jax.layouts.specs import check_heads
 from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import layer_kind
-from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, SwitchPlan, footprint, pages_that_fit, plan_switch
+from splash_jax.ownership import (
+    Bucket,
+    KVShape,
+    Layout,
+    StateBytes,
+    SwitchPlan,
+    footprint,
+    pages_that_fit,
+    plan_switch,
+    switch_buckets,
+)
 from splash_jax.ownership.manifest import owner_pages_needed
 from splash_jax.runtime import Route, Shapes, make_route, state_bytes
 from splash_jax.runtime.transfer import exact_route
@@ -161,7 +171,9 @@ def draw_case(
         hardware=hardware,
         shapes=shapes,
         layouts=made,
-        buckets={layout: dict(zip(STEPS, make_buckets(settings, layout)[-2:], strict=True)) for layout in made},
+        buckets={
+            layout: dict(zip(STEPS, switch_buckets(make_buckets(settings, layout)), strict=True)) for layout in made
+        },
         state=state_bytes(cfg, served, num_devices, kv),
         batch=batch,
         context=context,

@@ -1,18 +1,17 @@
 """Compile what a case needs for its GPUs, and keep what is read from each program."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
+from splash_jax.engine.build import Progress
 from splash_jax.preflight.case import STEPS, Case
 from splash_jax.runtime import Programs, StepKey, SwitchKey
 from splash_jax.runtime.keys import Key
 from splash_jax.runtime.schedule import Schedule, read_schedule
 from splash_jax.runtime.target import clear_compile_errors, target_mesh
-
-Progress = Callable[[str, int, int], None]  # what, done, in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,9 @@ class SwitchReport:
     transfer_ms: float  # of one layer
     exposed_ms: float  # Eq. 7 in the decode step
     exposed_ms_prefill: float  # Eq. 7 in the prefill step
-    spread: dict[str, float]  # over decode steps of the source: steps, layers_per_step, exposed_ms of the cheapest
+    spread: dict[
+        str, float
+    ]  # over decode steps: steps, layers_per_step, exposed_ms (compute of the source) of the cheapest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,7 @@ def _switch(case: Case, facts: Mapping[Key, Facts], src: Layout, dst: Layout) ->
 def _route_bytes(case: Case, route: Route) -> int:
     """Bytes that every rank receives for one layer on a route, whatever a plan fills it with."""
     grain = route.grain * case.shapes.kv.bytes_per_token
-    return route.weights.bytes_per_rank + route.sends * grain * (route.src.size - 1)
+    return route.weights.bytes_per_rank + route.sends * grain * (route.group - 1)
 
 
 def _memory(

@@ -6,6 +6,7 @@ Counts are balanced: every rank is given its even share of rows, tokens and expe
 import math
 
 from splash_jax.cost import Work
+from splash_jax.layouts import ROLES
 from splash_jax.ownership import History, Layout, Projections
 from splash_jax.preflight.case import Case
 
@@ -27,18 +28,13 @@ def _width(case: Case) -> int:
 def _projections(case: Case, layout: Layout, rows: int) -> Work:
     """Q-A and KV-A whole on every rank; Q-B, KV-B and O whole or split by head."""
     m = case.model
-    here = rows / math.prod(a.size for a in layout.axes if _carries_own(a.placement.projections, a.placement.history))
+    here = rows / math.prod(axis.size for axis in layout.axes if ROLES[axis.role].shards_rows)
     r = m.q_lora_rank or m.hidden_size
     down = m.hidden_size * (m.kv_lora_rank + m.qk_rope_head_dim + (m.q_lora_rank or 0))
     per_head = r * (m.qk_nope_head_dim + m.qk_rope_head_dim)
     per_head += m.kv_lora_rank * (m.qk_nope_head_dim + m.v_head_dim) + m.v_head_dim * m.hidden_size
     weights = down + m.num_heads * per_head / layout.head_shards
     return Work(flops=2 * here * weights, hbm_bytes=weights * _width(case))
-
-
-def _carries_own(projections: Projections, history: History) -> bool:
-    """Whether a rank of such an axis projects its own requests' rows only."""
-    return projections is Projections.WHOLE and history is History.REQUEST
 
 
 def _kernel(case: Case, layout: Layout, prompt: int) -> Work:

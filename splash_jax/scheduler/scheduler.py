@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splash_jax.kv import PagePool, TwinPool
-from splash_jax.ownership import Bucket, Layout, free_axes
+from splash_jax.ownership import Bucket, Layout, free_axes, switch_buckets
 from splash_jax.scheduler.request import Request, Status
 
 Pool = PagePool | TwinPool
@@ -67,10 +67,11 @@ class Scheduler:
                     free[rank] -= max(0, need)
         return min(free) < 0
 
-    def schedule(self, pool: Pool, largest: bool = False) -> Schedule:
+    def schedule(self, pool: Pool, switching: bool = False) -> Schedule:
         """Choose the next step's rows and take their pages in `pool`.
 
-        May preempt: every result must have been read when `under_pressure`. With `largest` the bucket is the last.
+        May preempt: every result must have been read when `under_pressure`. `switching`: a switch
+        happens inside the step.
         """
         step = _Step(pool, [_Side(layout, self._buckets(layout)) for layout in pool.layouts])
         preempted: list[Request] = []
@@ -85,7 +86,7 @@ class Scheduler:
             self._prefill(step, request)
         if not preempted:
             self._admit(step)
-        return Schedule(chunks=tuple(step.chunks), buckets=step.buckets(largest), preempted=tuple(preempted))
+        return Schedule(chunks=tuple(step.chunks), buckets=step.buckets(switching), preempted=tuple(preempted))
 
     def finish(self, pool: Pool, request: Request) -> None:
         """Take a request out, wherever it is, and give its pages and slot back."""
@@ -239,10 +240,9 @@ class _Step:
         self.pool.grow(request.name, request.computed + rows)
         self.chunks.append(Chunk(request=request, start=request.computed, rows=rows, draws=draws))
 
-    def buckets(self, largest: bool) -> tuple[Bucket, ...]:
-        """The smallest bucket that holds the rows; of two layouts, the bucket at the same place from the end."""
-        choices = list(
-            zip(*(side.buckets[-2:] if len(self._sides) > 1 else side.buckets for side in self._sides), strict=True)
-        )
+    def buckets(self, switching: bool) -> tuple[Bucket, ...]:
+        """The smallest bucket that holds the rows; in two layouts, buckets at the same place from the end."""
+        few = switching or len(self._sides) > 1
+        choices = list(zip(*(switch_buckets(s.buckets) if few else s.buckets for s in self._sides), strict=True))
         fits = (c for c in choices if all(side.fits(b) for side, b in zip(self._sides, c, strict=True)))
-        return choices[-1] if largest else next(fits, choices[-1])
+        return next(fits, choices[-1])

@@ -33,15 +33,17 @@ def test_exposure_lies_between_the_first_transfer_and_all_of_them(case):
 def test_spreading_further_never_shows_more(case, k):
     transfer, compute = case
     spread = spread_over_steps(transfer, compute, k)
-    assert spread.steps == -(-len(transfer) // k)
+    assert spread.steps == -(-len(transfer) // k) + 1
     assert spread.exposed_worst <= spread.exposed_total <= sum(transfer) + 1e-9
     whole = spread_over_steps(transfer, compute, len(transfer))
-    assert whole.steps == 1 and spread.exposed_total <= whole.exposed_total + 1e-9
+    assert whole.steps == 2 and whole.exposed_total == pytest.approx(sum(transfer))
+    assert spread.exposed_total <= whole.exposed_total + 1e-9
 
 
 def test_spreading_by_hand():
     spread = spread_over_steps([4.0, 4.0, 4.0], [1.0, 2.0, 2.0], 2)
-    assert (spread.steps, spread.exposed_total, spread.exposed_worst) == (2, 3.0, 3.0)
+    # Layers 0 and 1 move beside layer 2, layer 2 beside layers 0 and 1.
+    assert (spread.steps, spread.exposed_total, spread.exposed_worst) == (3, 7.0, 6.0)
 
 
 def test_what_does_not_match_is_refused():

@@ -105,6 +105,9 @@ def test_a_direction_nobody_announced(small: Path) -> None:
         ({"mesh": {"node": 2, "chip": 4}}, r"mesh \{'node': 2, 'chip': 4\} has 8 ranks and num_devices is 4; make"),
         ({"mesh": {}}, r"mesh \{\} has 1 ranks and num_devices is 4"),
         ({"mesh": {"node": 0, "chip": 4}}, "mesh axis 'node' must be a whole number of at least 1, got 0"),
+        ({"mesh": 4}, r"mesh must map axes to sizes, like \{'node': 2, 'chip': 4\}; got 4"),
+        ({"mesh": {"node": "2", "chip": 2}}, "mesh axis 'node' must be a whole number of at least 1, got '2'"),
+        ({"switch_modes": "spread"}, r"switch_modes must be a tuple like \('splash',\), got 'spread'"),
         ({"mesh": {"a=b": 4}}, "mesh axes are named by words, such as 'node'; got 'a=b'"),
         ({"mesh": {"node": 2, "chip": 2}, "layout": "node=dop"}, r"names axes \['node'\]; the mesh has"),
         ({"mesh": {"node": 2, "chip": 2}, "layouts": ("tp", "node=dop,chip=x")}, "unknown layout 'x' for axis 'chip'"),
@@ -252,6 +255,9 @@ def test_switches_and_token_counts_of_another_kind(llm: LLM) -> None:
     for switches in (["dp"], "dp", 5):
         with pytest.raises(RequestError, match=r"switches maps steps to layouts, like \{16: 'cp'\}; got"):
             llm.generate([[5]], switches=switches)  # type: ignore[arg-type]
+    for move in (("dp",), ("dp", "splash", 1), ["dp", "splash"], None):
+        with pytest.raises(LayoutError, match="is not among the allowed layouts tp, dp"):
+            llm.generate([[5]], switches={0: move})  # type: ignore[dict-item]
     with pytest.raises(LayoutError, match=r"layout \['dp'\] is not among the allowed layouts"):
         llm.switch(["dp"])  # type: ignore[arg-type]
     for count in (0, -4, 1.5, True, "9", 257):

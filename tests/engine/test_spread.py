@@ -42,6 +42,8 @@ def test_a_spread_switch_changes_nothing(spreading: LLM, src: str, dst: str) -> 
     moves = [r.layers_ahead for r in records if r.switch_mode == "spread"]
     assert moves in ([0, 1, 2, 3], []), "one layer more ran in the destination at every step."
     assert [r.switch is not None for r in records if r.switch_mode].count(True) == 1
+    unannounced = set(llm.engine.programs._programs) - set(llm.engine.blueprint.keys())
+    assert not unannounced, "an engine that compiles ahead would not have these."
 
 
 def test_what_comes_ends_and_is_given_up_during_a_spread_switch(spreading: LLM, alone: LLM) -> None:

@@ -170,7 +170,17 @@ def test_the_smallest_bucket_that_fits():
     loop.add(make_request("a", 1), make_request("b", 3))
     assert loop.step().bucket == Bucket(decode=8, tiles=2, tile=TILE)
     assert loop.step().bucket == Bucket(decode=8, tiles=0, tile=TILE)
-    assert loop.scheduler.schedule(loop.pool, largest=True).bucket == Bucket(decode=8, tiles=2, tile=TILE)
+
+
+def test_a_switch_takes_one_of_two_buckets():
+    """Its programs are compiled for these: all single rows, and the largest."""
+    loop = Loop("cp", slots=8)
+    loop.add(make_request("a", 3))
+    schedule = lambda: loop.scheduler.schedule(loop.pool, switching=True)  # noqa: E731
+    assert schedule().bucket == Bucket(decode=8, tiles=2, tile=TILE)
+    loop.scheduler.running[0].computed = 3
+    assert schedule().bucket == Bucket(decode=8, tiles=0, tile=TILE)
+    assert loop.scheduler.schedule(loop.pool).bucket == Bucket(decode=1, tiles=0, tile=TILE)
 
 
 def homes(loop: Loop) -> dict[str, int]:

@@ -64,6 +64,7 @@ class StepModel:
             [self._in_seconds(one, stages) for one, stages in zip(self.layouts, self._stages, strict=True)]
         )
         self._sums = _sums(len(self._stages[0]))
+        self._per_layer = _per_layer(model, self._stages[0])
         messages = np.array([[sum(n * len(stage.messages) for n, stage in stages)] for stages in self._stages])
         idle = np.array([0, 0, 0, 0, hardware.step_overhead_s])
         self._constant = messages * hardware.message_latency_s * (np.arange(5) == RESOURCES.index("messages")) + idle
@@ -79,21 +80,13 @@ class StepModel:
             for layout, total, row in zip(self.layouts, seconds.tolist(), terms.tolist(), strict=True)
         }
 
-    def layer_seconds(self, load: Load, layout: Layout) -> np.ndarray:
-        """Seconds of compute of each layer of a step, exchanges left out: the links are busy then. f64[layers].
+    def layer_seconds(self, load: Load) -> np.ndarray:
+        """Seconds of compute of each layer, exchanges left out: the links are busy then. f64[layouts, layers].
 
         What a transfer of Eq. 7 can hide behind.
         """
-        i = self.layouts.index(layout)
-        stages, n = self._stages[i], len(self._stages[i])
-        staged = self._counts[i] @ self._loads(load)[i]
-        once = {
-            stage.name: max(flops, read) / count
-            for (count, stage), flops, read in zip(stages, staged[:n], staged[n : 2 * n], strict=True)
-        }
-        kinds = [(count, "mlp" if kind == "dense" else "experts") for kind, count in self.model.kinds.items()]
-        shared = sum(once[name] for name in ATTENTION)
-        return np.concatenate([np.full(count, shared + once[name]) for count, name in kinds])
+        staged, n = (self._counts @ self._loads(load)[..., None])[..., 0], len(self._stages[0])
+        return np.maximum(staged[:, :n], staged[:, n : 2 * n]) @ self._per_layer
 
     def _in_seconds(self, layout: Layout, stages: "list[tuple[int, Stage]]") -> np.ndarray:
         """Seconds per unit of each load: of every stage's FLOPs, of its bytes, and of all bytes received."""
@@ -188,3 +181,10 @@ def _sums(stages: int) -> np.ndarray:
     sums[stages:-1, RESOURCES.index("hbm")] = 1
     sums[-1, RESOURCES.index("network")] = 1
     return sums
+
+
+def _per_layer(model: ServedModel, stages: "list[tuple[int, Stage]]") -> np.ndarray:
+    """What gives every layer its part of all layers' stages. f64[stages, layers]."""
+    kinds = [kind for kind, count in model.kinds.items() for _ in range(count)]
+    own = {"dense": (*ATTENTION, "mlp"), "moe": (*ATTENTION, "experts")}
+    return np.array([[(stage.name in own[kind]) / count for kind in kinds] for count, stage in stages])

@@ -45,6 +45,10 @@ class Axis:
     role: str
     placement: Placement
 
+    def __hash__(self) -> int:
+        """Layouts key what is looked up in every step; enums would hash ten times slower."""
+        return hash((self.name, self.size, self.role))
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from splash_jax.cost import compute_seconds, exposed_seconds, spread_over_steps, transfer_seconds
+from splash_jax.cost import cheapest_spread, compute_seconds, exposed_seconds, transfer_seconds
 from splash_jax.ownership import Layout, footprint
 from splash_jax.preflight.case import STEPS, Case
 from splash_jax.preflight.programs import Facts
@@ -206,7 +206,5 @@ def _memory(
 
 
 def _cheapest_spread(moving: list[float], compute: list[float]) -> dict[str, float]:
-    """Of all spreads over decode steps, the one that exposes least; of equal ones, the one of fewest steps."""
-    spreads = {k: spread_over_steps(moving, compute, k) for k in range(1, len(moving) + 1)}
-    k = min(spreads, key=lambda k: (spreads[k].exposed_total, spreads[k].steps))
-    return {"steps": spreads[k].steps, "layers_per_step": k, "exposed_ms": 1e3 * spreads[k].exposed_total}
+    k, spread = cheapest_spread(moving, compute)
+    return {"steps": spread.steps, "layers_per_step": k, "exposed_ms": 1e3 * spread.exposed_total}

@@ -32,6 +32,10 @@ class SwitchRefused(SplashError, RuntimeError):
     """A switch that does not fit or could not be prepared; nothing has changed."""
 
 
+class PolicyError(SplashError, ValueError):
+    """A setting of the switching policy that cannot be meant, or a snapshot or log that contradicts itself."""
+
+
 class ProgramMissing(SplashError, RuntimeError):
     """A step asked for a program that was not compiled ahead of serving."""
 

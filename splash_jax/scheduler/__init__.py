@@ -1,7 +1,36 @@
-"""Request life, batching, admission and preemption. No jax."""
+"""Request life, batching, admission, preemption, and the policy that follows the load with the layout. No jax."""
 
 from splash_jax.scheduler.params import SamplingParams
+from splash_jax.scheduler.policy import decide
 from splash_jax.scheduler.request import Request, Status
 from splash_jax.scheduler.scheduler import Chunk, Schedule, Scheduler
+from splash_jax.scheduler.snapshot import (
+    Choice,
+    Decision,
+    Idle,
+    Memory,
+    PolicyConfig,
+    Quote,
+    Run,
+    Snapshot,
+    Switch,
+)
 
-__all__ = ["Chunk", "Request", "SamplingParams", "Schedule", "Scheduler", "Status"]
+__all__ = [
+    "Choice",
+    "Chunk",
+    "Decision",
+    "Idle",
+    "Memory",
+    "PolicyConfig",
+    "Quote",
+    "Request",
+    "Run",
+    "SamplingParams",
+    "Schedule",
+    "Scheduler",
+    "Snapshot",
+    "Status",
+    "Switch",
+    "decide",
+]

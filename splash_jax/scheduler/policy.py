@@ -1,0 +1,225 @@
+"""When to switch, and to which layout: `decide`, a pure function of a snapshot.
+
+The rule is the work function algorithm for metrical task systems (Borodin, Linial, Saks 1992) on smoothed estimates.
+For every other layout j it keeps a regret: by how many seconds the steps so far, ending in j, could have been done
+faster than ending in the present layout, switches counted. It moves by (present step - step in j) with every step and
+is kept within +-d, where d is half the cost of going there and back, plus a floor. At +d, staying has cost a whole way
+there and back since j last looked as bad as it can: switch. Costs that differ by direction enter by their sum, so two
+layouts cannot chase each other over a cheap direction.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from splash_jax.errors import PolicyError
+from splash_jax.scheduler.snapshot import Choice, Decision, Idle, Memory, Quote, Run, Snapshot, Switch
+
+CLEARLY = 4.0  # a predicted saving of so many times there and back is worth half the patience
+
+
+def decide(snapshot: Snapshot) -> Decision:
+    """What to do next. Pure: equal snapshots give equal decisions, on every process and in a replay.
+
+    Raises `PolicyError` for a snapshot that contradicts itself.
+    """
+    s, policy = snapshot, snapshot.policy
+    if not s.requests and not s.waiting:
+        return Decision(action=Idle(), reason="idle", memory=s.memory)
+    quotes = _checked(s)
+    limit = policy.step_seconds
+    best = {name: _best(quote.choices, limit) for name, quote in quotes.items() if not quote.refused}
+    choices = {name: c for name, c in best.items() if policy.allowed is None or name in policy.allowed}
+    memory, ahead = _remember(s, quotes, best)
+    pick = _choose(s, quotes, choices, memory, ahead)
+    if pick.layout == s.layout:
+        choice = best.get(s.layout)
+        run = Run(0, 0) if choice is None else Run(choice.chunk, choice.admits)
+        waited = memory.waited + pick.lost if pick.lost else 0.0
+        memory = memory if waited == memory.waited else replace(memory, waited=waited)
+        return Decision(action=run, reason=pick.reason, memory=memory)
+    choice = choices[pick.layout]
+    action = Switch(pick.layout, pick.spread, choice.chunk, choice.admits)
+    return Decision(action=action, reason=pick.reason, memory=_switched(s, memory, pick.layout))
+
+
+class _Pick(NamedTuple):
+    layout: str  # to be in
+    reason: str
+    spread: bool = False
+    lost: float = 0.0  # seconds that waiting for a better step costs in this one
+
+
+def _checked(s: Snapshot) -> dict[str, Quote]:
+    quotes = {quote.layout: quote for quote in s.quotes}
+    if s.layout not in quotes or len(quotes) < len(s.quotes):
+        raise PolicyError(
+            f"step {s.step} is in layout {s.layout!r} and quotes are of {', '.join(q.layout for q in s.quotes)}; "
+            f"quote each layout once, the present one too."
+        )
+    for quote in s.quotes:
+        if not quote.refused and not quote.choices:
+            raise PolicyError(f"{quote.layout} is neither refused nor has a step to choose at step {s.step}.")
+        if not quote.there >= 0 or not quote.back >= 0:
+            raise PolicyError(
+                f"a switch from {s.layout} to {quote.layout} takes {quote.there} s and back {quote.back} s at step "
+                f"{s.step}; both must be 0 or more."
+            )
+    return quotes
+
+
+def _best(choices: tuple[Choice, ...], limit: float | None) -> Choice:
+    """The choice of fewest seconds per useful token among those within the limit, or the shortest if none is."""
+    if len(choices) == 1:
+        return choices[0]
+    within = [c for c in choices if limit is None or c.seconds <= limit]
+    if not within:
+        return min(choices, key=lambda c: c.seconds)
+    return min(within, key=lambda c: (c.seconds / c.tokens, c.seconds))
+
+
+def _remember(s: Snapshot, quotes: dict[str, Quote], best: dict[str, Choice]) -> tuple[Memory, dict[str, float]]:
+    """The memory brought up to this step, and by how much staying is slower than each layout, in seconds per step."""
+    memory, present = s.memory, best.get(s.layout)
+    if present is None:  # nothing to compare with: what the regrets were against is gone
+        return Memory(switches=memory.switches, last_switch=memory.last_switch), {}
+    kinds = memory.costs
+    before: Mapping[str, float] = kinds.get(s.kind, {})
+    old = s.policy.old if s.steps == 1 else s.policy.old**s.steps
+    raw = {}
+    for name, choice in best.items():
+        if not (choice.seconds > 0 and choice.tokens > 0):
+            raise PolicyError(f"{name} is quoted {choice.seconds} s for {choice.tokens} tokens at step {s.step}.")
+        raw[name] = math.log(choice.seconds / choice.tokens)
+    now = raw[s.layout]
+    smooth = old * before.get(s.layout, now) + (1 - old) * now
+    costs = {s.layout: smooth}
+    ahead, regrets, stale = {}, {}, memory.layout != s.layout
+    for name, cost in raw.items():
+        if name == s.layout:
+            continue
+        # a layout that was refused before starts from where it stands beside the present one
+        past = before.get(name)
+        costs[name] = smooth + cost - now if past is None else old * past + (1 - old) * cost
+        ahead[name] = present.seconds * (1 - math.exp(costs[name] - smooth))
+        far = _half_way(s, quotes[name], present.seconds)
+        regret = -far if stale else memory.regrets.get(name, -far)
+        regrets[name] = min(max(regret, -far), far) + s.steps * ahead[name]
+    remembered = Memory(
+        layout=s.layout, costs={**kinds, s.kind: costs}, regrets=regrets, switches=memory.switches,
+        last_switch=memory.last_switch, waited=memory.waited,
+    )  # fmt: skip
+    return remembered, ahead
+
+
+def _half_way(s: Snapshot, quote: Quote, step: float) -> float:
+    """d of the module's docstring: half of there and back, scaled by patience, and the floor."""
+    return s.policy.patience * (_cheapest(s, quote) + quote.back) / 2 + s.policy.floor * step
+
+
+def _cheapest(s: Snapshot, quote: Quote) -> float:
+    ways = [quote.there]
+    if quote.there_spread is not None:
+        ways.append(quote.there_spread)
+    if quote.there_other is not None and s.other_in is not None:
+        ways.append(quote.there_other)
+    return min(ways)
+
+
+def _choose(
+    s: Snapshot, quotes: dict[str, Quote], choices: dict[str, Choice], memory: Memory, ahead: dict[str, float]
+) -> _Pick:
+    """The layout to be in, and why."""
+    policy, here = s.policy, s.layout
+    if s.switching:
+        return _Pick(here, "switching")
+    if policy.pin is not None:
+        if policy.pin == here:
+            return _Pick(here, "pinned")
+        if policy.pin in choices:
+            return _Pick(policy.pin, "pinned", _spread(quotes[policy.pin], 0.0))
+        return _Pick(here, "pin refused")
+    if here not in choices:
+        if not choices:
+            return _Pick(here, "nothing else fits")
+        reason = "refused" if quotes[here].refused else "not allowed"
+        target = min(choices, key=lambda name: (choices[name].seconds / choices[name].tokens, name))
+        return _Pick(target, reason, _spread(quotes[target], 0.0))
+    if s.distrust or policy.rule == "stay":
+        return _Pick(here, "distrust" if s.distrust else "stays")
+    if policy.rule == "margin":
+        target = min(choices, key=lambda name: (choices[name].seconds / choices[name].tokens, name != here, name))
+        leads = choices[target].seconds * choices[here].tokens < (1 - policy.margin) * (
+            choices[here].seconds * choices[target].tokens
+        )
+        reason = "margin"
+    else:
+        target, reason = _most_regretted(s, quotes, choices, memory, ahead)
+        leads = target != here
+    if not leads:
+        return _Pick(here, "stays" if reason == "margin" else reason)
+    if memory.last_switch is not None and s.step - memory.last_switch < policy.dwell_steps:
+        return _Pick(here, "dwells")
+    if sum(s.time - t < policy.window_seconds for t in memory.switches) >= policy.max_switches:
+        return _Pick(here, "too many switches")
+    if policy.rule == "margin":
+        return _Pick(target, reason)
+    return _when(s, quotes[target], memory, ahead[target], reason)
+
+
+def _most_regretted(
+    s: Snapshot, quotes: dict[str, Quote], choices: dict[str, Choice], memory: Memory, ahead: dict[str, float]
+) -> tuple[str, str]:
+    """The layout whose regret exceeds what it takes by most; the present one where none does."""
+    step, found, most, reason = choices[s.layout].seconds, s.layout, 0.0, "stays"
+    for name, regret in memory.regrets.items():
+        if name not in choices or ahead[name] <= 0:
+            continue
+        quote = quotes[name]
+        far = _half_way(s, quote, step)
+        needed = far
+        if s.lasts is not None:
+            saved, both = ahead[name] * s.lasts, _cheapest(s, quote) + quote.back
+            if saved > CLEARLY * both:
+                needed = 0.0
+        if s.at_most is not None and ahead[name] * s.at_most <= _cheapest(s, quote):
+            reason = "too short" if found == s.layout and regret >= needed else reason
+            continue
+        excess = regret - needed
+        if excess >= 0 and (found == s.layout or excess > most):
+            found, most, reason = name, excess, "regret"
+    return found, reason
+
+
+def _when(s: Snapshot, quote: Quote, memory: Memory, ahead: float, reason: str) -> _Pick:
+    """Now in one step, now spread, or not before a step of the other kind: whichever loses least."""
+    spread = _spread(quote, ahead)
+    now = _spread_cost(quote, ahead) if spread else quote.there
+    if quote.there_other is not None and s.other_in is not None:
+        # what the wait has cost so far counts, so that a step which never comes is not waited for for ever
+        if memory.waited + s.other_in * ahead + quote.there_other < now:
+            return _Pick(s.layout, "waits", lost=s.steps * ahead)
+    return _Pick(quote.layout, reason, spread)
+
+
+def _spread_cost(quote: Quote, ahead: float) -> float:
+    """A spread switch runs in the destination by half, on average, while it lasts."""
+    assert quote.there_spread is not None
+    return quote.there_spread + ahead * quote.spread_steps / 2
+
+
+def _spread(quote: Quote, ahead: float) -> bool:
+    return quote.there_spread is not None and _spread_cost(quote, ahead) < quote.there
+
+
+def _switched(s: Snapshot, memory: Memory, target: str) -> Memory:
+    """Regrets against the new layout; a switch that is then refused shows as another layout than remembered."""
+    base = memory.regrets.get(target, 0.0)
+    regrets = {name: regret - base for name, regret in memory.regrets.items() if name != target}
+    if memory.layout == s.layout:
+        regrets[s.layout] = -base
+    recent = tuple(t for t in memory.switches if s.time - t < s.policy.window_seconds)
+    return Memory(
+        layout=target, costs=memory.costs, regrets=regrets, switches=(*recent, s.time), last_switch=s.step, waited=0.0
+    )

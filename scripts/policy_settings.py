@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.interpolate import RBFInterpolator
-from scipy.spatial import ConvexHull
+
+from splash_jax.simulate.surface import SURFACES, Relative
 
 LAYOUTS = ("tp", "cp", "dp", "dop")
 STEPS = 1600
-SURFACES = ("BxL", "B,L")
 ESTIMATES = {"exact": (0.0, 0.0), "3%+3%": (0.03, 0.03), "10%+5%": (0.10, 0.05)}  # noise per step, smooth bias
 WORKLOADS = ("rollout", "rollout_tail", "long_rollout", "multi_rollout", "hover", "bursty")
 SWITCHES = ("splash", "blocking", "decode", "restart")
@@ -45,56 +44,6 @@ class Setting:
     kv: np.ndarray  # [L, L] per-layer or whole seconds at SWITCH_TOKENS
     switch: np.ndarray  # [S, N, L, L] seconds of a switch from -> to before step n
     step_seconds: float  # mean over layouts
-
-
-def surface(table: Path, over: str):
-    """Relative step costs fitted to measured throughput: a function of batch [..] and context [..] to costs [.., L].
-
-    The mean over layouts is 1. Logs of seconds per token, thin plates, lightly smoothed, clipped to the measured hull.
-    """
-    with table.open(encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
-    where = np.log([[float(r["input_len"]), float(r["B"])] for r in rows])
-    costs = -np.log([[float(r[layout]) for layout in LAYOUTS] for r in rows])
-    costs -= costs.mean(1, keepdims=True)
-    if over == "BxL":
-        where = where.sum(1, keepdims=True)
-        low, high = where.min(0), where.max(0)
-
-        def inside(points: np.ndarray) -> np.ndarray:
-            return np.clip(points, low, high)
-    else:
-        hull = ConvexHull(where)
-
-        def inside(points: np.ndarray) -> np.ndarray:
-            return _into(hull, points)
-
-    fit = RBFInterpolator(where, costs, kernel="thin_plate_spline", smoothing=0.3)
-
-    def relative(batch: np.ndarray, context: np.ndarray) -> np.ndarray:
-        points = np.stack([np.log(context), np.log(batch)], -1).reshape(-1, 2)
-        if over == "BxL":
-            points = points.sum(1, keepdims=True)
-        found = np.exp(fit(inside(points)))
-        return (found / found.mean(1, keepdims=True)).reshape(*np.shape(batch), len(LAYOUTS))
-
-    return relative
-
-
-def _into(hull: ConvexHull, points: np.ndarray) -> np.ndarray:
-    """The nearest points of a convex polygon; points inside stay."""
-    outside = (points @ hull.equations[:, :2].T + hull.equations[:, 2]).max(1) > 1e-12
-    if not outside.any():
-        return points
-    start = hull.points[hull.vertices]
-    along = np.roll(start, -1, 0) - start
-    away = points[outside, None] - start
-    part = np.clip((away * along).sum(-1) / (along**2).sum(-1), 0, 1)
-    feet = start + part[..., None] * along
-    nearest = ((points[outside, None] - feet) ** 2).sum(-1).argmin(1)
-    found = points.copy()
-    found[outside] = feet[np.arange(len(nearest)), nearest]
-    return found
 
 
 def make_load(workload: str, rng: np.random.Generator, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +151,7 @@ def bias(rng: np.random.Generator, load_xy: np.ndarray, size: float) -> np.ndarr
     return size * np.sqrt(2) * np.sin(2 * np.pi * along / length + phase)
 
 
-def make_setting(tables: Path, name: tuple[str, str, str, str], seeds: int, relative) -> Setting:
+def make_setting(tables: Path, name: tuple[str, str, str, str], seeds: int, relative: Relative) -> Setting:
     """Everything a rule meets in one setting; the same loads and noise for every rule."""
     over, workload, switch, estimate = name
     noise, smooth = ESTIMATES[estimate]

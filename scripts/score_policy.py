@@ -20,12 +20,13 @@ from pathlib import Path
 
 import numpy as np
 from policy_rules import accumulated_regret, margin, optimum, total
-from policy_settings import ESTIMATES, LAYOUTS, SURFACES, SWITCHES, WORKLOADS, Setting, make_setting, surface
+from policy_settings import ESTIMATES, LAYOUTS, SWITCHES, WORKLOADS, Setting, make_setting
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from splash_jax.scheduler import Choice, Memory, PolicyConfig, Quote, Snapshot, Switch, decide
+from splash_jax.simulate.surface import SURFACES, surface
 
 RULES: dict[str, Callable[[Setting], np.ndarray]] = {
     "margin 0 %": lambda setting: margin(setting, 0.0),
@@ -70,7 +71,7 @@ def decided(setting: Setting, policy: PolicyConfig) -> np.ndarray:
 
 def score(tables: Path, names: list[tuple[str, str, str, str]], seeds: int, rules: list[str], progress: bool):
     """(setting, rule) -> total over optimum; (switch, rule) -> seconds lost and times taken of every direction."""
-    surfaces = {over: surface(tables / "table4_b200.csv", over) for over in {name[0] for name in names}}
+    surfaces = {over: surface(tables / "table4_b200.csv", LAYOUTS, over) for over in {name[0] for name in names}}
     ratios: dict[tuple[tuple[str, str, str, str], str], float] = {}
     directions: dict[tuple[str, str], np.ndarray] = {}
     for done, name in enumerate(names):
@@ -125,8 +126,8 @@ def main() -> None:
         steps, moves = directions[switch, "ours"] / sum(name[2] == switch for name in names)
         (i, j), (k, m) = (np.unravel_index(part.argmax(), part.shape) for part in (steps, moves))
         console.print(
-            f"ours, {switch}: most lost in steps: {LAYOUTS[i]} where {LAYOUTS[j]} was fastest, {steps[i, j]:.2%} of the "
-            f"optimum's time; in switches: {LAYOUTS[k]} -> {LAYOUTS[m]}, {moves[k, m]:.2%}."
+            f"ours, {switch}: most lost in steps: {LAYOUTS[i]} where {LAYOUTS[j]} was fastest, {steps[i, j]:.2%} of "
+            f"the optimum's time; in switches: {LAYOUTS[k]} -> {LAYOUTS[m]}, {moves[k, m]:.2%}."
         )
     console.print(f"{time.perf_counter() - began:.0f} s")
     if args.csv is not None:

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "cost": {"ownership", "configs"},
     "kv": {"ownership"},
     "scheduler": {"ownership", "kv", "cost"},
+    "simulate": {"ownership", "kv", "scheduler", "cost", "configs"},
     "layouts": {"ownership"},
     "models": set(),
     "runtime": {"layouts", "models", "kv", "ownership", "pallas_kernels"},
@@ -36,7 +37,7 @@ MAY_IMPORT["splash_jax"] = set(MAY_IMPORT)  # the package's front door: re-expor
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 # Replays a week of traffic on a laptop: no device, no JAX, nor anything that brings it.
-NO_JAX = {"configs", "ownership", "cost", "scheduler", "kv"}
+NO_JAX = {"configs", "ownership", "cost", "scheduler", "kv", "simulate"}
 BUT_MAY_JAX = {"splash_jax.kv.store"}  # the device half of kv
 JAX_AND_KIN = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 

@@ -1,8 +1,12 @@
 """Request life, batching, admission, preemption, and the policy that follows the load with the layout. No jax."""
 
+from splash_jax.scheduler.decision_log import explain, log_line, replay
+from splash_jax.scheduler.lifetimes import Lifetimes
 from splash_jax.scheduler.params import SamplingParams
 from splash_jax.scheduler.policy import decide
+from splash_jax.scheduler.quotes import Costs, Observer, SwitchCost
 from splash_jax.scheduler.request import Request, Status
+from splash_jax.scheduler.residuals import Residuals
 from splash_jax.scheduler.scheduler import Chunk, Schedule, Scheduler
 from splash_jax.scheduler.snapshot import (
     Choice,
@@ -19,12 +23,16 @@ from splash_jax.scheduler.snapshot import (
 __all__ = [
     "Choice",
     "Chunk",
+    "Costs",
     "Decision",
     "Idle",
+    "Lifetimes",
     "Memory",
+    "Observer",
     "PolicyConfig",
     "Quote",
     "Request",
+    "Residuals",
     "Run",
     "SamplingParams",
     "Schedule",
@@ -32,5 +40,9 @@ __all__ = [
     "Snapshot",
     "Status",
     "Switch",
+    "SwitchCost",
     "decide",
+    "explain",
+    "log_line",
+    "replay",
 ]

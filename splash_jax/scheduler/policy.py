@@ -196,10 +196,10 @@ def _when(s: Snapshot, quote: Quote, memory: Memory, ahead: float, reason: str) 
     """Now in one step, now spread, or not before a step of the other kind: whichever loses least."""
     spread = _spread(quote, ahead)
     now = _spread_cost(quote, ahead) if spread else quote.there
-    if quote.there_other is not None and s.other_in is not None:
-        # what the wait has cost so far counts, so that a step which never comes is not waited for for ever
-        if memory.waited + s.other_in * ahead + quote.there_other < now:
-            return _Pick(s.layout, "waits", lost=s.steps * ahead)
+    other, after = quote.there_other, s.other_in
+    # what the wait has cost so far counts, so that a step which never comes is not waited for for ever
+    if other is not None and after is not None and memory.waited + after * ahead + other < now:
+        return _Pick(s.layout, "waits", lost=s.steps * ahead)
     return _Pick(quote.layout, reason, spread)
 
 

@@ -67,13 +67,15 @@ class Scheduler:
                     free[rank] -= max(0, need)
         return min(free) < 0
 
-    def schedule(self, pool: Pool, switching: bool = False) -> Schedule:
+    def schedule(self, pool: Pool, switching: bool = False, chunk: int | None = None) -> Schedule:
         """Choose the next step's rows and take their pages in `pool`.
 
         May preempt: every result must have been read when `under_pressure`. `switching`: a switch
-        happens inside the step.
+        happens inside the step. `chunk`: most prompt rows of it, at least 1; None: what its bucket holds.
         """
-        step = _Step(pool, [_Side(layout, self._buckets(layout)) for layout in pool.layouts])
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}: prompts would never run. Give 1 or more, or None.")
+        step = _Step(pool, [_Side(layout, self._buckets(layout)) for layout in pool.layouts], chunk)
         preempted: list[Request] = []
         for request in [r for r in self.running if not r.prefilling and not r.drawn_all]:
             if request.status is not Status.RUNNING or not step.has_row(request):
@@ -101,7 +103,7 @@ class Scheduler:
         rows = min(step.prompt_rows(request), request.known - request.computed)
         if rows > 0:
             last = request.computed + rows == request.known
-            step.take(request, rows, draws=last and not request.score)
+            step.take_prompt(request, rows, draws=last and not request.score)
 
     def _admit(self, step: "_Step") -> None:
         pool = step.pool
@@ -220,8 +222,8 @@ class _Side:
 class _Step:
     """The rows of one step as they are chosen; every layout that layers run in must have room for them."""
 
-    def __init__(self, pool: Pool, sides: Sequence[_Side]) -> None:
-        self.pool, self._sides = pool, sides
+    def __init__(self, pool: Pool, sides: Sequence[_Side], chunk: int | None) -> None:
+        self.pool, self._sides, self._left = pool, sides, chunk
         self.chunks: list[Chunk] = []
 
     def _each(self, request: Request) -> list[tuple[_Side, int]]:
@@ -232,13 +234,18 @@ class _Step:
 
     def prompt_rows(self, request: Request) -> int:
         """Prompt rows there is still room for."""
-        return min(side.prompt_rows(home) for side, home in self._each(request))
+        rows = min(side.prompt_rows(home) for side, home in self._each(request))
+        return rows if self._left is None else min(rows, self._left)
 
     def take(self, request: Request, rows: int, *, draws: bool) -> None:
         for side, home in self._each(request):
             side.take(home, rows)
         self.pool.grow(request.name, request.computed + rows)
         self.chunks.append(Chunk(request=request, start=request.computed, rows=rows, draws=draws))
+
+    def take_prompt(self, request: Request, rows: int, *, draws: bool) -> None:
+        self._left = None if self._left is None else self._left - rows
+        self.take(request, rows, draws=draws)
 
     def buckets(self, switching: bool) -> tuple[Bucket, ...]:
         """The smallest bucket that holds the rows; in two layouts, buckets at the same place from the end."""

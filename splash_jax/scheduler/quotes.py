@@ -1,0 +1,212 @@
+"""A snapshot of a scheduler and its pool: what every layout would hold, admit and take for it.
+
+Layouts are compared in seconds per useful token of a step with everything that the layout could admit: a layout with
+more room for histories runs a larger batch, and is credited for it. Useful are the tokens drawn, and the prompt rows
+that all layouts compute alike; prompts of requests yet to be admitted are work in any layout, so they count in none.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from splash_jax.cost import Load, Room
+from splash_jax.errors import PolicyError
+from splash_jax.kv import PagePool
+from splash_jax.ownership import Layout, free_axes
+from splash_jax.scheduler.lifetimes import FOREVER, SAMPLED, Lifetimes
+from splash_jax.scheduler.request import Request
+from splash_jax.scheduler.residuals import Residuals
+from splash_jax.scheduler.scheduler import Scheduler
+from splash_jax.scheduler.snapshot import Choice, Memory, PolicyConfig, Quote, Snapshot
+
+LOOK_AHEAD = 256  # waiting requests that are tried for room
+
+
+class SwitchCost(NamedTuple):
+    """What a switch adds to the steps it happens in. Seconds."""
+
+    one_step: float
+    spread: float | None = None  # None: not offered
+    spread_steps: int = 0
+
+
+class Costs(Protocol):
+    """Predicts steps and switches: a cost model, or measured tables."""
+
+    def step_seconds(self, load: Load) -> Mapping[Layout, float]:
+        """Seconds of one step of this load in every layout."""
+        ...
+
+    def switch_seconds(self, src: Layout, dst: Layout, load: Load) -> SwitchCost:
+        """What a switch adds to a step of this load."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Observer:
+    """Takes snapshots: the costs, the room of every layout, and what experience corrects them by."""
+
+    costs: Costs
+    room: Room  # pages of every layout that programs exist for
+    slots: int  # requests that may run at once
+    chunks: Sequence[int] = ()  # prompt rows per step to choose among; (): as many as a bucket holds
+    chunk_rows: int = 512  # ... which are so many
+    other_load: Load | None = None  # a step of the other kind, to quote switches within it
+    other_in: float | None = None  # steps until one is expected
+    residuals: Residuals = field(default_factory=Residuals)
+    lifetimes: Lifetimes = field(default_factory=Lifetimes)
+
+    def snapshot(
+        self, scheduler: Scheduler, pool: PagePool, *, step: int, time: float, policy: PolicyConfig, memory: Memory,
+        steps: int = 1,
+    ) -> Snapshot:  # fmt: skip
+        """What `decide` decides from. `step` and `time` are of the step that comes next."""
+        running, here = scheduler.running, pool.layout
+        if here not in self.room.pages:
+            raise PolicyError(f"layout {here} is not among those with quotes: {', '.join(map(str, self.room.pages))}.")
+        if policy.pin is not None and policy.pin not in (names := [str(one) for one in self.room.pages]):
+            raise PolicyError(f"pin {policy.pin!r} is none of the layouts that programs exist for: {', '.join(names)}.")
+        load = _load(running, pool)
+        rows = int(load.new_rows.sum()) - int((load.new_rows == 1).sum())
+        kind = "prefill" if rows else "decode"
+        lacking = self._lacking(load, scheduler, pool)
+        waiting = list(islice(scheduler.waiting, min(LOOK_AHEAD, self.slots - len(running))))
+        admitted = {one: self._admits(one, load, waiting) for one, lack in lacking.items() if not lack}
+        choices = self._choices(load, waiting, admitted, kind)
+        quotes = [
+            self._quote(here, layout, load, choices.get(layout, ()), lack, kind) for layout, lack in lacking.items()
+        ]
+        lasts, at_most = self._how_long(running)
+        return Snapshot(
+            step=step, time=time, layout=str(here), quotes=tuple(quotes), requests=len(running),
+            waiting=len(scheduler.waiting), tokens=int((load.context - load.new_rows).sum()), prompt_rows=rows,
+            steps=steps, lasts=None if waiting else lasts, at_most=None if waiting else at_most,
+            other_in=self.other_in, distrust=self.residuals.distrust(), policy=policy, memory=memory,
+        )  # fmt: skip
+
+    def _lacking(self, load: Load, scheduler: Scheduler, pool: PagePool) -> dict[Layout, str]:
+        """For every layout why it cannot hold what runs, or ""."""
+        needed = self.room.needed(load)
+        found = {}
+        for layout, pages in self.room.pages.items():
+            need = needed[layout]
+            if need.max(initial=0) > pages and layout != pool.layout and free_axes(pool.layout, layout):
+                need = self.room.needed(_dealt(load, layout.size))[layout]  # homes are chosen anew at this switch
+            worst = int(need.argmax())
+            short = int(need[worst]) - pages
+            found[layout] = "" if short <= 0 or layout == pool.layout else f"rank {worst} lacks {short} pages"
+        return found
+
+    def _admits(self, layout: Layout, load: Load, waiting: Sequence[Request]) -> int:
+        """How many of the waiting requests, in order, a layout has room for beside what runs: a page to spare for each.
+
+        The requests that run have their homes; each further one goes where most is free, as the scheduler sends it.
+        """
+        if not waiting:
+            return 0
+        kv, groups = self.room.kv, layout.owner_groups
+        need = self.room.needed(load)[layout]
+        fullest, each = [0] * groups, [0] * groups
+        for rank, pages in enumerate(need.tolist()):
+            group = layout.group_of(rank)
+            fullest[group] = max(fullest[group], int(pages))
+        for home in load.home.tolist():
+            each[layout.group_of(home)] += 1
+        free = [
+            (full + spare - self.room.pages[layout], group)
+            for group, (full, spare) in enumerate(zip(fullest, each, strict=True))
+        ]
+        heapq.heapify(free)  # least is most free
+        for count, request in enumerate(waiting):
+            used, group = free[0]
+            used += kv.pages_held(layout, 0, request.known) + 1
+            if used > 0:
+                return count
+            heapq.heapreplace(free, (used, group))
+        return len(waiting)
+
+    def _choices(
+        self, load: Load, waiting: Sequence[Request], admitted: Mapping[Layout, int], kind: str
+    ) -> dict[Layout, tuple[Choice, ...]]:
+        prompts = load.new_rows > 1
+        sizes = self.chunks if self.chunks and prompts.any() else (self.chunk_rows,)
+        found: dict[Layout, list[Choice]] = {layout: [] for layout in admitted}
+        for size in sizes:
+            cut = _cut(load, size)
+            shared = int(cut.new_rows.sum())
+            for count in sorted(set(admitted.values())):
+                batch = _with(cut, [request.known for request in islice(waiting, count)], next(iter(admitted)).size)
+                seconds = self.costs.step_seconds(batch)
+                for layout, admits in admitted.items():
+                    if admits == count and len(batch):
+                        corrected = seconds[layout] * self.residuals.factor(str(layout), kind)
+                        rows = size if prompts.any() or count else 0
+                        found[layout].append(Choice(corrected, float(shared + count), rows, count))
+        return {layout: tuple(made) for layout, made in found.items()}
+
+    def _quote(
+        self, here: Layout, layout: Layout, load: Load, choices: tuple[Choice, ...], lack: str, kind: str
+    ) -> Quote:
+        if layout == here or not len(load):
+            return Quote(str(layout), choices, lack or ("" if choices else "it has room for none of those that wait"))
+        if not choices:
+            return Quote(str(layout), (), lack or "nothing runs and nothing fits")
+        there = self.costs.switch_seconds(here, layout, load)
+        back = self.costs.switch_seconds(layout, here, load)
+        other = None
+        if self.other_load is not None and self.other_in is not None:
+            other = self.costs.switch_seconds(here, layout, self.other_load).one_step
+        return Quote(str(layout), choices, lack, there.one_step, back.one_step, there.spread, there.spread_steps, other)
+
+    def _how_long(self, running: Sequence[Request]) -> tuple[float | None, float | None]:
+        if not running:
+            return None, None
+        generated = [len(r.output_ids) + r.in_flight for r in running[:: max(1, len(running) // SAMPLED)]]
+        left = [r.max_total - r.total for r in running[:: max(1, len(running) // SAMPLED)]]
+        longest = max(r.max_total - len(r.prompt_ids) - len(r.output_ids) - r.in_flight for r in running)
+        return self.lifetimes.until_half(generated, left), float(longest) if longest < FOREVER else None
+
+
+def _load(running: Sequence[Request], pool: PagePool) -> Load:
+    """The running requests as the next step sees them: one row of each that draws, all missing rows of a prompt."""
+    rows = [1 if not r.prefilling else max(1, r.known - r.computed) for r in running]
+    context = [r.computed + n for r, n in zip(running, rows, strict=True)]
+    home = [pool.home(r.name) for r in running]
+    return Load(np.array(context, np.int64), np.array(rows, np.int64), np.array(home, np.int64))
+
+
+def _dealt(load: Load, ranks: int) -> Load:
+    """The same requests with homes dealt out evenly, longest first, there and back over the ranks."""
+    home = np.empty(len(load), np.int64)
+    turn = np.arange(len(load)) % (2 * ranks)
+    home[np.argsort(-load.context, kind="stable")] = np.where(turn < ranks, turn, 2 * ranks - 1 - turn)
+    return Load(load.context, load.new_rows, home)
+
+
+def _cut(load: Load, chunk: int) -> Load:
+    """The load of a step with at most `chunk` prompt rows, oldest requests first; those without rows wait."""
+    prompt = np.where(load.new_rows > 1, load.new_rows, 0)
+    room = np.maximum(0, chunk - (np.cumsum(prompt) - prompt))
+    rows = np.where(load.new_rows > 1, np.minimum(prompt, room), load.new_rows)
+    keep = rows > 0
+    context = load.context - load.new_rows + rows
+    return Load(context[keep], rows[keep], load.home[keep])
+
+
+def _with(load: Load, prompts: Sequence[int], ranks: int) -> Load:
+    """The load with further requests, decoding, whose homes are dealt out where the fewest are."""
+    if not prompts:
+        return load
+    count = np.bincount(load.home, minlength=ranks)
+    order = np.argsort(count, kind="stable")
+    more = np.array(prompts, np.int64)
+    home = np.resize(order, len(more))
+    return Load(
+        np.concatenate([load.context, more + 1]),
+        np.concatenate([load.new_rows, np.ones_like(more)]),
+        np.concatenate([load.home, home]),
+    )

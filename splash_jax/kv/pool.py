@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from splash_jax.errors import PoolCorrupt
-from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages
+from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages, lags_of_holders
 
 
 class PagePool:
@@ -14,6 +14,9 @@ class PagePool:
 
     def __init__(self, layout: Layout, kv: KVShape, pages_per_rank: int) -> None:
         self.layout, self.kv, self.pages_per_rank = layout, kv, pages_per_rank
+        self._lags = lags_of_holders(layout)
+        # no holder needs a further page before the next multiple of so many tokens
+        self._boundary = kv.page_size if layout.position_shares == 1 else kv.interleave
         self._free = [list(range(pages_per_rank - 1, -1, -1)) for _ in range(layout.size)]
         self._pages: dict[str, dict[int, list[int]]] = {}
         self._home: dict[str, int] = {}
@@ -57,7 +60,7 @@ class PagePool:
         if name in self._home:
             raise PoolCorrupt(f"request {name!r} is already in the pool.")
         self._home[name], self._tokens[name] = home, 0
-        self._pages[name] = {rank: [] for rank in self.layout.holders(home)}
+        self._pages[name] = {rank: [] for rank in self._lags[home]}
 
     def holders(self, name: str) -> list[int]:
         """Ranks that hold some of a request's history, or will once it is long enough."""
@@ -65,22 +68,30 @@ class PagePool:
 
     def growth(self, name: str, num_tokens: int) -> list[tuple[int, int]]:
         """Further pages each holder needs for `num_tokens` tokens: (rank, pages); 0 or less where it has enough."""
-        home = self._home[name]
+        lags = self._lags[self._home[name]]
         return [
-            (rank, self.kv.pages_held(self.layout, self.layout.lag(home, rank), num_tokens) - len(pages))
+            (rank, self.kv.pages_held(self.layout, lags[rank], num_tokens) - len(pages))
             for rank, pages in self._pages[name].items()
         ]
 
     def shortfall(self, name: str, num_tokens: int) -> int:
         """Pages that lack, on the worst rank, for a request to grow to `num_tokens`; 0 when it can."""
+        if self._has_room(name, num_tokens):
+            return 0
         return max(0, *(need - len(self._free[rank]) for rank, need in self.growth(name, num_tokens)))
+
+    def _has_room(self, name: str, num_tokens: int) -> bool:
+        """Whether the last pages that a request has begun on every rank hold `num_tokens` too."""
+        return num_tokens <= -(-self._tokens[name] // self._boundary) * self._boundary
 
     def grow(self, name: str, num_tokens: int) -> None:
         """Take the pages for `num_tokens` tokens. Raises `PoolCorrupt` when they are not there: ask first."""
-        if self.shortfall(name, num_tokens):
-            raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
-        for rank, need in self.growth(name, num_tokens):
-            self._pages[name][rank].extend(self._free[rank].pop() for _ in range(need))
+        if not self._has_room(name, num_tokens):
+            growth = self.growth(name, num_tokens)
+            if any(need > len(self._free[rank]) for rank, need in growth):
+                raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
+            for rank, need in growth:
+                self._pages[name][rank].extend(self._free[rank].pop() for _ in range(need))
         self._tokens[name] = max(self._tokens[name], num_tokens)
 
     def release(self, name: str) -> None:

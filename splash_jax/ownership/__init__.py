@@ -2,7 +2,7 @@
 
 from splash_jax.ownership.bucket import Bucket, switch_buckets
 from splash_jax.ownership.footprint import Footprint, StateBytes, footprint, pages_that_fit
-from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections
+from splash_jax.ownership.layout import Axis, History, Layout, Placement, Projections, groups_of_ranks, lags_of_holders
 from splash_jax.ownership.manifest import KVShape, Manifest, RequestPages
 from splash_jax.ownership.plan import KVMove, SwitchPlan, WeightMove, apply, plan_between, plan_switch
 from splash_jax.ownership.travel import free_axes
@@ -25,6 +25,8 @@ __all__ = [
     "apply",
     "footprint",
     "free_axes",
+    "groups_of_ranks",
+    "lags_of_holders",
     "pages_that_fit",
     "plan_between",
     "plan_switch",

@@ -6,6 +6,7 @@ over the axes, as `jax.sharding.Mesh.devices.flat` numbers them.
 """
 
 import enum
+import functools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -143,3 +144,15 @@ class Layout:
             if axis.name in names:
                 index = index * axis.size + int(coordinate)
         return index
+
+
+@functools.cache
+def groups_of_ranks(layout: Layout) -> tuple[int, ...]:
+    """`layout.group_of` of every rank; kept, for those who ask in every step."""
+    return tuple(layout.group_of(rank) for rank in range(layout.size))
+
+
+@functools.cache
+def lags_of_holders(layout: Layout) -> tuple[dict[int, int], ...]:
+    """For every home the ranks that hold some of its histories, and their `layout.lag`; kept."""
+    return tuple({rank: layout.lag(home, rank) for rank in layout.holders(home)} for home in range(layout.size))

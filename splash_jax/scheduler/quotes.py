@@ -41,8 +41,8 @@ class Costs(Protocol):
         """Seconds of one step of this load in every layout."""
         ...
 
-    def switch_seconds(self, src: Layout, dst: Layout, load: Load) -> SwitchCost:
-        """What a switch adds to a step of this load."""
+    def switch_seconds(self, src: Layout, load: Load) -> Mapping[Layout, SwitchCost]:
+        """What a switch from `src` to every other layout adds to a step of this load."""
         ...
 
 
@@ -77,8 +77,9 @@ class Observer:
         waiting = list(islice(scheduler.waiting, min(LOOK_AHEAD, self.slots - len(running))))
         admitted = {one: self._admits(one, load, waiting) for one, lack in lacking.items() if not lack}
         choices = self._choices(load, waiting, admitted, kind)
+        ways = self._ways(here, load)
         quotes = [
-            self._quote(here, layout, load, choices.get(layout, ()), lack, kind) for layout, lack in lacking.items()
+            self._quote(layout, choices.get(layout, ()), lack, ways.get(layout)) for layout, lack in lacking.items()
         ]
         lasts, at_most = self._how_long(running)
         return Snapshot(
@@ -148,19 +149,25 @@ class Observer:
                         found[layout].append(Choice(corrected, float(shared + count), rows, count))
         return {layout: tuple(made) for layout, made in found.items()}
 
-    def _quote(
-        self, here: Layout, layout: Layout, load: Load, choices: tuple[Choice, ...], lack: str, kind: str
-    ) -> Quote:
-        if layout == here or not len(load):
-            return Quote(str(layout), choices, lack or ("" if choices else "it has room for none of those that wait"))
-        if not choices:
-            return Quote(str(layout), (), lack or "nothing runs and nothing fits")
-        there = self.costs.switch_seconds(here, layout, load)
-        back = self.costs.switch_seconds(layout, here, load)
-        other = None
+    def _ways(self, here: Layout, load: Load) -> dict[Layout, tuple[SwitchCost, float, float | None]]:
+        """For every other layout: the switch there, the way back, and the switch within a step of the other kind."""
+        if not len(load):
+            return {}
+        there = self.costs.switch_seconds(here, load)
+        back = {layout: self.costs.switch_seconds(layout, load)[here].one_step for layout in there}
+        other: Mapping[Layout, SwitchCost] = {}
         if self.other_load is not None and self.other_in is not None:
-            other = self.costs.switch_seconds(here, layout, self.other_load).one_step
-        return Quote(str(layout), choices, lack, there.one_step, back.one_step, there.spread, there.spread_steps, other)
+            other = self.costs.switch_seconds(here, self.other_load)
+        return {one: (way, back[one], other[one].one_step if other else None) for one, way in there.items()}
+
+    def _quote(
+        self, layout: Layout, choices: tuple[Choice, ...], lack: str, way: tuple[SwitchCost, float, float | None] | None
+    ) -> Quote:
+        refused = lack or ("" if choices else "it has no room for what waits")
+        if refused or way is None:
+            return Quote(str(layout), () if refused else choices, refused)
+        there, back, other = way
+        return Quote(str(layout), choices, "", there.one_step, back, there.spread, there.spread_steps, other)
 
     def _how_long(self, running: Sequence[Request]) -> tuple[float | None, float | None]:
         if not running:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splash_jax.kv import PagePool, TwinPool
-from splash_jax.ownership import Bucket, Layout, free_axes, switch_buckets
+from splash_jax.ownership import Bucket, Layout, free_axes, groups_of_ranks, switch_buckets
 from splash_jax.scheduler.request import Request, Status
 
 Pool = PagePool | TwinPool
@@ -163,16 +163,16 @@ class Scheduler:
         slots. Lightest: the least history once all have grown to their ends, then the fewest requests. `load` holds
         (requests, tokens) of every rank.
         """
-        groups = [(0, 0)] * layout.owner_groups
+        groups, group_of = [(0, 0)] * layout.owner_groups, groups_of_ranks(layout)
         for rank, (count, total) in enumerate(load):
-            group = layout.group_of(rank)
+            group = group_of[rank]
             groups[group] = (groups[group][0] + count, groups[group][1] + total)
 
         def weight(one: tuple[int, int], parts: int) -> tuple[bool, int, int]:
             return one[0] >= -(-self._num_slots // parts), one[1], one[0]
 
         def key(rank: int) -> tuple[object, ...]:
-            group = groups[layout.group_of(rank)]
+            group = groups[group_of[rank]]
             return (*weight(group, len(groups)), *weight(load[rank], len(load)), rank)
 
         return min(ranks, key=key)
@@ -199,17 +199,18 @@ class _Side:
 
     def __init__(self, layout: Layout, buckets: Sequence[Bucket]) -> None:
         self.layout, self.buckets, self._most = layout, buckets, buckets[-1]
+        self._group_of = groups_of_ranks(layout)
         self._decode, self._tiles = [0] * layout.owner_groups, [0] * layout.owner_groups
 
     def has_row(self, home: int) -> bool:
-        group = self.layout.group_of(home)
+        group = self._group_of[home]
         return self._decode[group] < self._most.decode or self._tiles[group] < self._most.tiles
 
     def prompt_rows(self, home: int) -> int:
-        return (self._most.tiles - self._tiles[self.layout.group_of(home)]) * self._most.tile
+        return (self._most.tiles - self._tiles[self._group_of[home]]) * self._most.tile
 
     def take(self, home: int, rows: int) -> None:
-        group = self.layout.group_of(home)
+        group = self._group_of[home]
         if rows == 1 and self._decode[group] < self._most.decode:
             self._decode[group] += 1
         else:

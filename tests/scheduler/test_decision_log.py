@@ -34,8 +34,10 @@ def a_log(steps: int = 300, seed: int = 0) -> list[str]:
                 quotes.append(Quote(name, choices, "", 0.1, 0.2, 0.05, 4, 0.01))
         policy = PolicyConfig(pin="dp" if step % 50 == 49 else None, allowed=LAYOUTS if step % 2 else None)
         snapshot = Snapshot(
-            step=step, time=step / 3, layout=here, quotes=tuple(quotes), requests=rng.randrange(3), waiting=rng.randrange(2),
-            prompt_rows=rng.choice([0, 0, 64]), other_in=3.0, lasts=rng.choice([None, 50.0]), policy=policy, memory=memory,
+            step=step, time=step / 3, layout=here, quotes=tuple(quotes), requests=rng.randrange(3),
+            waiting=rng.randrange(2),
+            prompt_rows=rng.choice([0, 0, 64]), other_in=3.0, lasts=rng.choice([None, 50.0]), policy=policy,
+            memory=memory,
         )  # fmt: skip
         decision = decide(snapshot)
         lines.append(log_line(snapshot, decision))

@@ -23,7 +23,7 @@ from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashErr
 from splash_jax.kv import PagePool, TwinPool
 from splash_jax.models.config import read_model_config
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
-from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_between, plan_switch
+from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, plan_between, plan_switch
 from splash_jax.runtime import (
     Draw,
     ResetKey,
@@ -131,7 +131,7 @@ class Engine:
                 name=name,
                 prompt_ids=[int(i) for i in prompt_ids],
                 params=params,
-                seed=seed % 2**32,
+                seed=seed,
                 sample=sample,
                 score=score,
                 stop_ids=frozenset(stop_ids),
@@ -167,6 +167,10 @@ class Engine:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids or skip_tokenizer_init=False.")
         if score and not self.config.scoring:
             raise RequestError("logits need an engine with scoring=True.")
+
+    def knows(self, name: str) -> bool:
+        """Whether a request of this name is queued, runs, or is done and not yet taken."""
+        return name in self._requests
 
     def abort(self, name: str) -> None:
         """End a request at the next step boundary; its pages are free then. Unknown or finished names do nothing."""
@@ -462,7 +466,12 @@ class Engine:
             k = request.params.logprobs
             top = [(int(i), float(p)) for i, p in zip(tokens[1 : k + 1], logprobs[1 : k + 1], strict=True)]
             request.logprobs.append((float(logprobs[0]), top))
-        self._requests[request.name][1].add(token)
+        try:
+            self._requests[request.name][1].add(token)
+        except Exception as error:  # the tokenizer's: this request's own trouble
+            log.warning("request %r ended: token %d could not be turned into text: %r", request.name, token, error)
+            request.error = f"token {token} could not be turned into text: {error!r}"
+            request.finish_reason = "error"
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason)
 
@@ -472,7 +481,7 @@ class Engine:
 
     def _record(self, schedule: Schedule, bucket: Bucket, pool: PagePool) -> StepRecord:
         layout = pool.layout
-        holds = footprint(self.blueprint.state, layout, pages=pool.pages_per_rank, page_size=pool.kv.page_size)
+        holds = self.blueprint.footprint(layout)
         running = [0] * layout.size
         for request in self.scheduler.running:
             running[pool.home(request.name)] += 1

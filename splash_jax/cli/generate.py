@@ -118,8 +118,8 @@ def _start(model: Path, layout: str, switches: Mapping[int, tuple[str, str]], **
     directions = tuple(dict.fromkeys((a, b) for a, b in pairwise(path) if a != b))
     with startup_bars() as progress:
         return LLM(
-            model, layout=layout, layouts=tuple(dict.fromkeys(path)), directions=directions,
-            switch_modes=modes, penalties=False, scoring=False, decode_buckets=(settings["max_num_seqs"],), progress=progress, **settings,
+            model, layout=layout, layouts=tuple(dict.fromkeys(path)), directions=directions, switch_modes=modes,
+            penalties=False, scoring=False, decode_buckets=(settings["max_num_seqs"],), progress=progress, **settings,
         )  # fmt: skip
 
 

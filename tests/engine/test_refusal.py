@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from splash_jax import LLM, SamplingParams, small_model
+from splash_jax import LLM, SamplingParams
 from splash_jax.api.llm import _conversations
 from splash_jax.engine.build import draw_up
 from splash_jax.engine.config import EngineConfig
@@ -312,16 +312,19 @@ def test_rows_that_no_step_can_have_are_not_compiled_for(small: Path) -> None:
     assert sizes[128] == sizes[10**9]
 
 
-def test_a_token_that_cannot_become_text_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(small_model(), num_devices=1, skip_tokenizer_init=False, layouts=("tp",))
-    bad = llm.engine.add_request("bad", [5, 6], SamplingParams(max_tokens=4, temperature=0))
-    detokenizer = llm.engine._requests["bad"][1].detokenizer
-    monkeypatch.setattr(detokenizer, "add", lambda ids: 1 // 0)
-    [good] = llm.generate([[5, 6]], SamplingParams(max_tokens=4, temperature=0))
-    assert len(good.outputs[0].token_ids) == 4 and good.error is None
+def test_a_token_that_cannot_become_text_ends_its_request_alone(llm: LLM) -> None:
+    class Broken:
+        def add(self, ids: list[int]) -> str:
+            raise UnicodeError(f"no text for {ids}")
+
+    bad, good = add(llm, tokens(3, 1)), add(llm, tokens(4, 2), greedy(5))
+    llm.engine._requests[bad.name][1].detokenizer = Broken()  # type: ignore[assignment]
+    drive(llm)
+    assert (good.finish_reason, len(good.output_ids), good.error) == ("length", 5, None)
     assert bad.finish_reason == "error"
-    assert re.match(r"token \d+ could not be turned into text: ZeroDivisionError", bad.error or "")
-    assert_all_free(llm)
+    assert re.match(r"token \d+ could not be turned into text: UnicodeError\('no text for", bad.error or "")
+    for request in (bad, good):
+        llm.engine.take(request.name)
 
 
 def test_a_platform_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ class LLM:
         return self.engine.tokenizer.encode(prompt)
 
     def _name(self) -> str:
-        return str(next(self._serial))
+        return next(name for name in map(str, self._serial) if not self.engine.knows(name))
 
     def _queue(self, ids: list[list[int]], params: list[SamplingParams]) -> list[list[Request]]:
         """Queue every sample of every prompt, or none of them."""

@@ -1,5 +1,6 @@
 """`splash generate`: prompts in, text out."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,13 @@ def generate(
         int | None, Option("--num-devices", "-T", min=1, help="Devices; virtual ones on CPU. Default: --mesh's, or 1.")
     ] = None,
     mesh: Annotated[str | None, Option(metavar="AXES", help="Axes of the devices, e.g. node=2,chip=4.")] = None,
-    switch: Annotated[list[str] | None, Option(metavar="STEP:LAYOUT", help="Switch inside a step; repeatable.")] = None,
+    switch: Annotated[
+        list[str] | None,
+        Option(
+            metavar="STEP:LAYOUT[:MODE]",
+            help="Switch inside this step, or as MODE says: spread (over the steps from it on), blocking; repeatable.",
+        ),
+    ] = None,
     max_tokens: Annotated[int, Option(help="Tokens to generate per sample.")] = 64,
     temperature: Annotated[float, Option(help="0: greedy.")] = 1.0,
     top_p: Annotated[float, Option()] = 1.0,
@@ -102,21 +109,22 @@ def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def _start(model: Path, layout: str, switches: dict[int, str], **settings: Any) -> "LLM":
-    """An engine with the programs of this call only: its layouts, its switches."""
+def _start(model: Path, layout: str, switches: Mapping[int, tuple[str, str]], **settings: Any) -> "LLM":
+    """An engine with the programs of this call only: its layouts, its switches, their modes."""
     from splash_jax import LLM
 
-    path = [layout, *switches.values()]
+    path = [layout, *(name for name, _ in switches.values())]
+    modes = tuple(dict.fromkeys(mode for _, mode in switches.values())) or ("splash",)
     directions = tuple(dict.fromkeys((a, b) for a, b in pairwise(path) if a != b))
     with startup_bars() as progress:
         return LLM(
-            model, layout=layout, layouts=tuple(dict.fromkeys(path)), directions=directions, penalties=False,
-            scoring=False, decode_buckets=(settings["max_num_seqs"],), progress=progress, **settings,
+            model, layout=layout, layouts=tuple(dict.fromkeys(path)), directions=directions, switch_modes=modes,
+            penalties=False, scoring=False, decode_buckets=(settings["max_num_seqs"],), progress=progress, **settings,
         )  # fmt: skip
 
 
 def _complete(
-    llm: "LLM", prompts: list[str], chat: bool, params: "SamplingParams", switches: dict[int, str]
+    llm: "LLM", prompts: list[str], chat: bool, params: "SamplingParams", switches: Mapping[int, tuple[str, str]]
 ) -> "list[RequestOutput]":
     if chat:
         return llm.chat([[{"role": "user", "content": text}] for text in prompts], params, switches=switches)
@@ -145,7 +153,7 @@ def _as_json(llm: "LLM", outputs: "list[RequestOutput]", seconds: float) -> dict
     }
 
 
-def _summary(llm: "LLM", outputs: "list[RequestOutput]", switches: dict[int, str], seconds: float) -> str:
+def _summary(llm: "LLM", outputs: "list[RequestOutput]", switches: Iterable[int], seconds: float) -> str:
     tokens = sum(len(sample.token_ids) for request in outputs for sample in request.outputs)
     done = [r for r in llm.records if r.switch is not None]
     told = "".join(f", {r.switch.before.layout} -> {r.layout} in step {r.step}" for r in done if r.switch)

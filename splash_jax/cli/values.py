@@ -29,16 +29,18 @@ def byte_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def switch_steps(texts: list[str]) -> dict[int, str]:
-    """Step -> layout of options like 40:dp, in order of steps."""
-    switches: dict[int, str] = {}
+def switch_steps(texts: list[str]) -> dict[int, tuple[str, str]]:
+    """Step -> (layout, mode) of options like 40:dp or 40:dp:spread, in order of steps."""
+    switches: dict[int, tuple[str, str]] = {}
     for text in texts:
-        step, colon, layout = text.partition(":")
-        if not colon or not step.isdecimal() or not layout:
-            raise typer.BadParameter(f"{text!r} is not STEP:LAYOUT; write 40:dp.", param_hint="--switch")
+        step, *move = text.split(":")
+        if not step.isdecimal() or len(move) not in (1, 2) or not all(move):
+            raise typer.BadParameter(
+                f"{text!r} is not STEP:LAYOUT or STEP:LAYOUT:MODE; write 40:dp or 40:dp:spread.", param_hint="--switch"
+            )
         if int(step) in switches:
             raise typer.BadParameter(f"step {step} has two switches; give it one.", param_hint="--switch")
-        switches[int(step)] = layout
+        switches[int(step)] = (move[0], move[1] if len(move) > 1 else "splash")
     return dict(sorted(switches.items()))
 
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import (
+    check_host_memory,
     free_memory,
     prepare_platform,
     room_on_devices,
@@ -27,7 +28,16 @@ from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
 from splash_jax.models.load import load_tree
 from splash_jax.models.params import Leaf, in_blocks
-from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, pages_that_fit, switch_buckets
+from splash_jax.ownership import (
+    Bucket,
+    Footprint,
+    KVShape,
+    Layout,
+    StateBytes,
+    footprint,
+    pages_that_fit,
+    switch_buckets,
+)
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.ownership.plan import weight_move
 from splash_jax.runtime import (
@@ -44,7 +54,7 @@ from splash_jax.runtime import (
 )
 from splash_jax.runtime.keys import Key
 from splash_jax.runtime.shapes import NOWHERE
-from splash_jax.runtime.sizes import state_bytes
+from splash_jax.runtime.sizes import sampler_bytes, state_bytes
 from splash_jax.runtime.transfer import Route
 
 log = logging.getLogger("splash_jax")
@@ -70,6 +80,10 @@ class Blueprint:
         """The route of a switch between two allowed layouts."""
         weights = weight_move(src, dst, self.state)
         return make_route(self.shapes, src, dst, self.pages[src], self.pages[dst], weights)
+
+    def footprint(self, layout: Layout) -> Footprint:
+        """What a rank holds in an allowed layout."""
+        return footprint(self.state, layout, pages=self.pages[layout], page_size=self.shapes.kv.page_size)
 
     def directions(self) -> list[tuple[Layout, Layout]]:
         """The switches that serving may ask for."""
@@ -112,10 +126,11 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
     for layout in layouts.values():
         check_heads(layout, model.num_heads)
     longest = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
-    if longest > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {longest} is more than the model's context of {model.max_position_embeddings}."
-        )
+    for name, size in (
+        ("max_model_len", longest), ("prefill_tile", config.prefill_tile), ("block_size", config.block_size),
+    ):  # fmt: skip
+        if size > model.max_position_embeddings:
+            raise ConfigError(f"{name} {size} is more than the model's context of {model.max_position_embeddings}.")
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     width = model.kv_lora_rank + model.qk_rope_head_dim
     kv = KVShape(
@@ -133,6 +148,7 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
         transfer_bytes=config.transfer_bytes,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
+    state = replace(state, common=state.common + sampler_bytes(shapes))
     budget = config.device_memory_bytes or free_bytes or _default_budget(config, state, kv, longest)
     pages = {
         layout: pages_that_fit(state, layout, page_size=kv.page_size, budget=budget, reserve=config.reserve_bytes)
@@ -152,19 +168,20 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
                 f"layout {layout} has {pages[layout]} pages of {kv.page_size} tokens per rank, more than the {NOWHERE} "
                 f"tokens that can be numbered. Lower device_memory_bytes (now {budget})."
             )
-    buckets = {layout: make_buckets(config, layout) for layout in layouts.values()}
+    rows = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+    buckets = {layout: make_buckets(config, layout, rows) for layout in layouts.values()}
     return Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
     )
 
 
-def make_buckets(config: EngineConfig, layout: Layout) -> tuple[Bucket, ...]:
-    """Shapes a step may have, smallest first: rows of one token only, and a last one with prompt rows too."""
+def make_buckets(config: EngineConfig, layout: Layout, prompt_rows: int) -> tuple[Bucket, ...]:
+    """Shapes a step may have, smallest first: rows of one token only, and a last one with `prompt_rows` too."""
     groups, tile = layout.owner_groups, config.prefill_tile
     most = -(-config.max_num_seqs // groups)
     sizes = config.decode_buckets or (max(1, config.max_num_seqs // 4),)
     decode = sorted({-(-size // groups) for size in sizes} | {most})
-    tiles = max(1, -(-config.max_num_batched_tokens // (tile * groups)))
+    tiles = max(1, -(-prompt_rows // (tile * groups)))
     small = [Bucket(decode=rows, tiles=0, tile=tile) for rows in decode]
     return (*small, Bucket(decode=most, tiles=tiles, tile=tile))
 
@@ -222,6 +239,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
     if config.device_memory_bytes is None and (free := free_memory(mesh)) is not None:
         blueprint = draw_up(config, free)
     asked = config.device_memory_bytes
+    check_host_memory(mesh, max(blueprint.footprint(layout).total for layout in blueprint.layouts.values()))
     with room_on_devices(f"device_memory_bytes ({asked or 'not set'}) or max_num_seqs ({config.max_num_seqs})"):
         state = load_state(blueprint, mesh, checkpoint, progress)
         jax.block_until_ready((state.weights, state.pools, state.sampler))

@@ -18,12 +18,13 @@ from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
 from splash_jax.engine.records import StepRecord
+from splash_jax.engine.requests import check_request, stop_ids
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
 from splash_jax.kv import PagePool, TwinPool
 from splash_jax.models.config import read_model_config
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
-from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, footprint, plan_between, plan_switch
+from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, plan_between, plan_switch
 from splash_jax.runtime import (
     Draw,
     ResetKey,
@@ -42,7 +43,7 @@ from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.runtime.transfer import lacks_room
 from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
-from splash_jax.scheduler.params import GREEDY_BELOW, MAX_STOP_IDS
+from splash_jax.scheduler.params import GREEDY_BELOW
 
 log = logging.getLogger("splash_jax")
 
@@ -114,12 +115,7 @@ class Engine:
         score: bool = False,
     ) -> Request:  # fmt: skip
         """Queue one sample of a prompt. Raises `RequestError`, before anything is taken, if it can never be served."""
-        self._check_prompt(prompt_ids, params, score)
-        stop_ids = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_ids |= set(self.model.eos_token_ids)
-        if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"min_tokens bans at most {MAX_STOP_IDS} stop ids, this request has {len(stop_ids)}.")
+        check_request(self.blueprint, prompt_ids, params, score, text=self.tokenizer is not None)
         limit = self.max_model_len
         with self._lock:
             self.raise_if_failed()
@@ -131,10 +127,10 @@ class Engine:
                 name=name,
                 prompt_ids=[int(i) for i in prompt_ids],
                 params=params,
-                seed=seed % 2**32,
+                seed=seed,
                 sample=sample,
                 score=score,
-                stop_ids=frozenset(stop_ids),
+                stop_ids=stop_ids(self.model, params),
                 max_total=len(prompt_ids) if score else min(limit, len(prompt_ids) + (params.max_tokens or limit)),
             )
             detokenizer = None
@@ -144,29 +140,9 @@ class Engine:
             self.scheduler.add(request)
         return request
 
-    def _check_prompt(self, ids: list[int], params: SamplingParams, score: bool) -> None:
-        vocabulary, limit = self.model.vocab_size, self.max_model_len
-        if not ids:
-            raise RequestError("the prompt is empty: give it at least one token.")
-        bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocabulary]
-        if bad:
-            raise RequestError(f"token id {bad[0]!r} is not in the vocabulary: ids go from 0 to {vocabulary - 1}.")
-        room = limit if score else limit - 1
-        if len(ids) > room:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the context holds {limit}{'' if score else ', one of them drawn'}. "
-                f"Shorten it or raise max_model_len."
-            )
-        if not score and len(ids) + params.min_tokens > limit:
-            raise RequestError(
-                f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}."
-            )
-        if params.penalised and not self.config.penalties:
-            raise RequestError("penalties need an engine with penalties=True.")
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; use stop_token_ids or skip_tokenizer_init=False.")
-        if score and not self.config.scoring:
-            raise RequestError("logits need an engine with scoring=True.")
+    def knows(self, name: str) -> bool:
+        """Whether a request of this name is queued, runs, or is done and not yet taken."""
+        return name in self._requests
 
     def abort(self, name: str) -> None:
         """End a request at the next step boundary; its pages are free then. Unknown or finished names do nothing."""
@@ -462,7 +438,12 @@ class Engine:
             k = request.params.logprobs
             top = [(int(i), float(p)) for i, p in zip(tokens[1 : k + 1], logprobs[1 : k + 1], strict=True)]
             request.logprobs.append((float(logprobs[0]), top))
-        self._requests[request.name][1].add(token)
+        try:
+            self._requests[request.name][1].add(token)
+        except Exception as error:  # the tokenizer's: this request's own trouble
+            log.warning("request %r ended: token %d could not be turned into text: %r", request.name, token, error)
+            request.error = f"token {token} could not be turned into text: {error!r}"
+            request.finish_reason = "error"
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason)
 
@@ -472,7 +453,7 @@ class Engine:
 
     def _record(self, schedule: Schedule, bucket: Bucket, pool: PagePool) -> StepRecord:
         layout = pool.layout
-        holds = footprint(self.blueprint.state, layout, pages=pool.pages_per_rank, page_size=pool.kv.page_size)
+        holds = self.blueprint.footprint(layout)
         running = [0] * layout.size
         for request in self.scheduler.running:
             running[pool.home(request.name)] += 1

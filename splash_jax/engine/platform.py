@@ -73,6 +73,17 @@ def use_compilation_cache(path: Path | None) -> None:
     log.info("compiled programs are kept in %s", getattr(jax.config, CACHE_DIR))
 
 
+def check_host_memory(mesh: Mesh, device_bytes: int) -> None:
+    """Raise `ConfigError` when this process's CPU devices need more memory, `device_bytes` each, than there is."""
+    devices = [device for device in mesh.local_devices if device.platform == "cpu"]
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    if have is not None and len(devices) * device_bytes > have:
+        raise ConfigError(
+            f"{len(devices)} CPU devices of {device_bytes} bytes need {len(devices) * device_bytes} bytes and this "
+            f"machine has {have}. Lower device_memory_bytes, max_num_seqs or num_devices."
+        )
+
+
 def free_memory(mesh: Mesh) -> int | None:
     """Bytes free on the fullest device, a tenth kept back; None where the platform does not say (CPU)."""
     stats = [device.memory_stats() for device in mesh.devices.flat]

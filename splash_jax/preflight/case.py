@@ -172,7 +172,8 @@ def draw_case(
         shapes=shapes,
         layouts=made,
         buckets={
-            layout: dict(zip(STEPS, switch_buckets(make_buckets(settings, layout)), strict=True)) for layout in made
+            layout: dict(zip(STEPS, switch_buckets(make_buckets(settings, layout, prefill_tokens)), strict=True))
+            for layout in made
         },
         state=state_bytes(cfg, served, num_devices, kv),
         batch=batch,

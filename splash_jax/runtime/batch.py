@@ -15,7 +15,7 @@ from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-INT_FIELDS = ("slot", "top_k", "seed", "sample", "token", "ban_stops", "top_logprobs")
+INT_FIELDS = ("slot", "top_k", "seed", "seed_high", "sample", "token", "ban_stops", "top_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Draw:
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
-    seed: int = 0
+    seed: int = 0  # 64 bits
     sample: int = 0  # which of the n samples of one prompt
     token: int = 0  # how many tokens the request has generated before this one
     banned: tuple[int, ...] = ()  # stop ids that may not come yet
@@ -157,8 +157,8 @@ def _pieces(bucket: Bucket, used: list[int], work: Work) -> list[tuple[int, int,
 
 def _fill_draw(floats: np.ndarray, ints: np.ndarray, draw: Draw, slot: int) -> None:
     floats[:] = [getattr(draw, name) for name in FLOAT_FIELDS]
-    seed = np.uint32(draw.seed).view(np.int32)
+    high, low = (np.uint32(half).view(np.int32) for half in divmod(draw.seed, 2**32))
     ints[: len(INT_FIELDS)] = [
-        slot, draw.top_k, seed, draw.sample, draw.token, len(draw.banned) > 0, draw.top_logprobs
+        slot, draw.top_k, low, high, draw.sample, draw.token, len(draw.banned) > 0, draw.top_logprobs
     ]  # fmt: skip
     ints[len(INT_FIELDS) : len(INT_FIELDS) + len(draw.banned)] = draw.banned

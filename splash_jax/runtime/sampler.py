@@ -83,11 +83,12 @@ def _sample(logits: jax.Array, f: dict[str, jax.Array], i: dict[str, jax.Array])
     floor = scaled.max(-1, keepdims=True) + jnp.log(f["min_p"])[:, None]
     scaled = jnp.where(scaled < floor, -jnp.inf, scaled)
 
-    def noise(seed: jax.Array, sample: jax.Array, token: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed.astype(jnp.uint32)), sample), token)
+    def noise(high: jax.Array, low: jax.Array, sample: jax.Array, token: jax.Array) -> jax.Array:
+        seed = jax.random.wrap_key_data(jnp.stack([high, low]).astype(jnp.uint32), impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(seed, sample), token)
         return jax.random.gumbel(key, (logits.shape[1],))
 
-    return (scaled + jax.vmap(noise)(i["seed"], i["sample"], i["token"])).argmax(-1).astype(jnp.int32)
+    return (scaled + jax.vmap(noise)(i["seed_high"], i["seed"], i["sample"], i["token"])).argmax(-1).astype(jnp.int32)
 
 
 def _top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

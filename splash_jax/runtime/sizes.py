@@ -6,6 +6,7 @@ from splash_jax.models.config import ModelConfig
 from splash_jax.models.deepseek_v3_weights import model_leaves
 from splash_jax.models.load import leaf_bytes
 from splash_jax.ownership import KVShape, StateBytes
+from splash_jax.runtime.shapes import Shapes
 
 
 def state_bytes(model: ModelConfig, dtype: str, ranks: int, kv: KVShape) -> StateBytes:
@@ -20,3 +21,9 @@ def state_bytes(model: ModelConfig, dtype: str, ranks: int, kv: KVShape) -> Stat
         kv_per_token=kv.bytes_per_token,
         num_layers=model.num_layers,
     )
+
+
+def sampler_bytes(shapes: Shapes) -> int:
+    """Bytes per rank of what the sampler remembers: a token per slot, and token counts where there are penalties."""
+    counts = shapes.slots * shapes.model.vocab_size if shapes.penalties else 1
+    return 4 * (shapes.slots + counts)

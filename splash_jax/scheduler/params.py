@@ -43,7 +43,7 @@ class SamplingParams:
         self._number("min_p", 0.0, 1.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 0.0, 100.0, above=True)
+        self._number("repetition_penalty", 0.01, 100.0)
         if self.max_tokens is not None:
             self._whole("max_tokens", 1, 2**31 - 1)
         self._whole("min_tokens", 0, 2**31 - 1)

@@ -72,7 +72,10 @@ def ends(arguments: list[str]) -> int | str | None:
         (["generate", "small", "--prompt", "a", "--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["generate", "small", "--prompt", "a", "--max-num-seqs", "0"], "Input should be greater than or equal to 1"),
         (["demo", "--out", f"{__file__}/pictures"], "cannot be a folder (Not a directory); choose another."),
-        (["generate", "small", "--prompt", "a", "--switch", "dp"], "'dp' is not STEP:LAYOUT; write 40:dp."),
+        (
+            ["generate", "small", "--prompt", "a", "--switch", "dp"],
+            "'dp' is not STEP:LAYOUT or STEP:LAYOUT:MODE; write 40:dp or",
+        ),
         (["generate", "small", "--prompt", "a", "--switch", "3:dp", "--switch", "3:cp"], "step 3 has two switches"),
     ],
 )
@@ -93,6 +96,10 @@ def test_usage_errors_say_what_to_write(arguments, words, capsys):
             "unknown layout 'xp'; choose one of tp, dp, cp, dop",
         ),
         (["generate", "small", "--prompt", "a", "--switch", "1:xp"], "unknown layout 'xp'"),
+        (
+            ["generate", "small", "--prompt", "a", "--switch", "1:dp:slow"],
+            "switch_modes must be some of splash, blocking",
+        ),
         (["generate", "small", "--prompt", "a", "--top-p", "2"], "top_p must be above 0.0 and at most 1.0, got 2.0."),
         (["generate", "small", "--prompts-file", "nowhere.txt"], "nowhere.txt"),
     ],
@@ -239,6 +246,19 @@ def test_generate_writes_text_json_and_a_summary(checkpoint, tmp_path, capsys):
     told = json.loads(file.read_text())
     assert [len(output["outputs"][0]["token_ids"]) for output in told["outputs"]] == [6, 6]
     assert told["switches"][0]["step"] == 3 and told["switches"][0]["dst"] == "dp"
+
+
+def test_generate_spreads_a_switch_over_steps(checkpoint, tmp_path, capsys):
+    told = []
+    for number, switch in enumerate(([], ["--switch", "2:dp:spread"])):
+        file = tmp_path / f"{number}.json"
+        arguments = ["generate", str(checkpoint), "--prompt", "hello", "-T", "2", "--max-tokens", "10", "--ignore-eos"]
+        assert ends([*arguments, "--temperature", "0", "--dtype", "float32", "--json", str(file), *switch]) == 0
+        told.append(json.loads(file.read_text()))
+    assert told[0]["outputs"][0]["outputs"] == told[1]["outputs"][0]["outputs"]
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    assert [(s["dst"], s["step"]) for s in told[1]["switches"]] == [("dp", 2 + layers)]
+    assert "1 switch, tp -> dp" in capsys.readouterr().err
 
 
 def record(step: int, layout: str, running: tuple[int, ...]) -> StepRecord:

@@ -13,7 +13,7 @@ from splash_jax.runtime import execute
 from splash_jax.scheduler import Request
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
 from tests.engine.residency import Residency
-from tests.support import HYBRIDS, MESHES, assert_all_free, make_llm, write_checkpoint
+from tests.support import HYBRIDS, LAYOUTS, MESHES, assert_all_free, make_llm, write_checkpoint
 
 
 def walk(llm: LLM, switches: int, seed: int, modes: Sequence[str] = ("splash",)) -> list[Request]:
@@ -105,16 +105,24 @@ def test_a_walk_round_three_hybrids(dense: Path, dense_alone: LLM) -> None:
     judge(llm, dense_alone, walk(llm, 18, 0), 18, 0)
 
 
+ONE_STEP, EITHER = ("splash",), ("splash", "spread")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "steps", "switches"), [("2x2", (1, 2, 3, 4, 5), 100), ("2x4", (1, 4), 40)])
+@pytest.mark.parametrize(
+    ("mesh", "steps", "switches", "modes"),
+    [("2x2", (1, 2, 3, 4, 5), 100, ONE_STEP), ("2x4", (1, 4), 40, ONE_STEP), ("2x2", (1, 4), 40, EITHER),
+     ("2x4", (1,), 20, EITHER)],
+)  # fmt: skip
 def test_a_long_walk_through_hybrids(
-    dense: Path, dense_alone: LLM, mesh: str, steps: tuple[int, ...], switches: int
+    dense: Path, dense_alone: LLM, mesh: str, steps: tuple[int, ...], switches: int, modes: tuple[str, ...]
 ) -> None:
-    """From each layout to those so many places further on: all thirty directions, or twelve of them on eight ranks."""
+    """From each layout to those so many places further on: thirty directions, or fewer where programs are many."""
     places = range(len(HYBRIDS))
     directions = tuple((HYBRIDS[i], HYBRIDS[(i + step) % len(HYBRIDS)]) for i in places for step in steps)
-    llm = hybrids(dense, mesh, directions=directions)
-    judge(llm, dense_alone, walk(llm, switches, 7), switches, 0)
+    llm = hybrids(dense, mesh, directions=directions, switch_modes=modes, spread_parts=2)
+    judge(llm, dense_alone, walk(llm, switches, 7, modes), switches, 0)
+    assert {record.switch_mode for record in llm.records if record.switch} == set(modes)
     plans = [record.switch for record in llm.records if record.switch]
     assert len({(str(plan.before.layout), str(plan.after.layout)) for plan in plans}) > 0.8 * len(directions)
 
@@ -138,7 +146,7 @@ def test_the_walk_notices_a_source_that_is_kept(llm: LLM, monkeypatch: pytest.Mo
 def test_a_walk_of_200_switches_over_all_directions(
     request: pytest.FixtureRequest, small: Path, alone: LLM, ranks: int
 ) -> None:
-    llm = request.getfixturevalue("llm") if ranks == 4 else make_llm(small, num_devices=ranks)
+    llm = request.getfixturevalue("llm") if ranks == 4 else make_llm(small, num_devices=ranks, layouts=LAYOUTS)
     since = len(llm.records)
     judge(llm, alone, walk(llm, 200, ranks), 200, since)
     plans = [record.switch for record in llm.records[since:] if record.switch]

@@ -1,6 +1,7 @@
 """What cannot be served is refused before anything is taken, in words that name the values and the next step."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from splash_jax import LLM, SamplingParams
 from splash_jax.api.llm import _conversations
+from splash_jax.engine.build import draw_up
+from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import room_on_devices, start_devices
 from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
 from splash_jax.ownership.footprint import IN_TRANSIT
@@ -128,6 +131,8 @@ def test_a_direction_nobody_announced(small: Path) -> None:
             {"device_memory_bytes": 10**18},
             r"more than the 1073741824 tokens that can be numbered\. Lower device_memory",
         ),
+        ({"prefill_tile": 512}, "prefill_tile 512 is more than the model's context of 256"),
+        ({"block_size": 10**9}, "block_size 1000000000 is more than the model's context of 256"),
         ({"dtype": "float8"}, "dtype must be auto, float32 or bfloat16, got 'float8'"),
         ({"device_memory_bytes": 1000}, r"does not fit: 1000 bytes per rank lack \d+ bytes for one page"),
     ],
@@ -292,6 +297,36 @@ def test_a_budget_that_the_devices_do_not_have_names_what_to_lower() -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
 
 
+def test_a_budget_that_the_host_does_not_have(small: Path) -> None:
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    words = rf"4 CPU devices of \d+ bytes need \d+ bytes and this machine has {have}\. Lower device_memory_bytes"
+    with pytest.raises(ConfigError, match=words):
+        make_llm(small, device_memory_bytes=have // 3)
+
+
+def test_rows_that_no_step_can_have_are_not_compiled_for(small: Path) -> None:
+    sizes = {
+        rows: draw_up(EngineConfig(model=small, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=rows)).buckets
+        for rows in (128, 10**9)
+    }
+    assert sizes[128] == sizes[10**9]
+
+
+def test_a_token_that_cannot_become_text_ends_its_request_alone(llm: LLM) -> None:
+    class Broken:
+        def add(self, ids: list[int]) -> str:
+            raise UnicodeError(f"no text for {ids}")
+
+    bad, good = add(llm, tokens(3, 1)), add(llm, tokens(4, 2), greedy(5))
+    llm.engine._requests[bad.name][1].detokenizer = Broken()  # type: ignore[assignment]
+    drive(llm)
+    assert (good.finish_reason, len(good.output_ids), good.error) == ("length", 5, None)
+    assert bad.finish_reason == "error"
+    assert re.match(r"token \d+ could not be turned into text: UnicodeError\('no text for", bad.error or "")
+    for request in (bad, good):
+        llm.engine.take(request.name)
+
+
 def test_a_platform_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
         raise RuntimeError("Unable to initialize backend 'banana'")
@@ -346,6 +381,16 @@ def test_a_name_in_use(llm: LLM) -> None:
     llm.engine.take("mine")
 
 
+def test_names_that_others_gave_are_not_taken_again(llm: LLM) -> None:
+    mine = add(llm, tokens(3, 1), greedy(2))
+    following = str(int(llm._name()) + 1)
+    llm.engine.add_request(following, tokens(3, 2), greedy(2))
+    [output] = llm.generate([tokens(3, 3)], greedy(2))
+    assert output.request_id not in (mine.name, following)
+    for name in (mine.name, following):
+        llm.engine.take(name)
+
+
 def test_one_setting_for_each_prompt(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 sampling_params were given for 3 prompts; give one, or one each"):
         llm.generate([[5], [6], [7]], [greedy(), greedy()])
@@ -363,7 +408,7 @@ def test_one_setting_for_each_prompt(llm: LLM) -> None:
         ({"min_p": 2.0}, "min_p must be from 0.0 to 1.0, got 2.0"),
         ({"presence_penalty": 3.0}, "presence_penalty must be from -2.0 to 2.0, got 3.0"),
         ({"frequency_penalty": -3.0}, "frequency_penalty must be from -2.0 to 2.0, got -3.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0.0 and at most 100.0, got 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01 to 100.0, got 0.0"),
         ({"max_tokens": 0}, "max_tokens must be a whole number from 1"),
         ({"max_tokens": 2.5}, "max_tokens must be a whole number from 1 to .*, got 2.5"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than max_tokens 4"),

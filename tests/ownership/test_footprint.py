@@ -16,6 +16,9 @@ from splash_jax.models.load import leaf_bytes
 from splash_jax.ownership import KVShape, StateBytes, footprint, pages_that_fit
 from splash_jax.ownership.footprint import IN_TRANSIT, kv_bytes, projection_bytes
 from splash_jax.ownership.plan import weight_move
+from splash_jax.runtime import Shapes
+from splash_jax.runtime.signatures import host_state
+from splash_jax.runtime.sizes import sampler_bytes
 from tests.support import MESHES, SMALL
 
 MIB = 2**20
@@ -153,3 +156,15 @@ def test_common_bytes_count_what_no_switch_moves():
     whole = 3 * (2 * d + d * 40 + 32 + d * 24 + 24) + d + 2 * (d * 16 + 16)
     assert alone.common == 4 * (experts + vocabulary + whole)
     assert four.common == 4 * ((experts + vocabulary) // 4 + whole)
+
+
+def test_what_the_sampler_remembers_is_counted():
+    model = ModelConfig.from_dict(SMALL, "small")
+    kv = KVShape(page_size=4, interleave=4, bytes_per_token=160)
+    with_counts, without = (
+        Shapes(model=model, dtype="float32", kv=kv, max_model_len=64, slots=8, penalties=penalties)
+        for penalties in (True, False)
+    )
+    for shapes in (with_counts, without):
+        assert sampler_bytes(shapes) == sum(x.nbytes for x in host_state(shapes))
+    assert sampler_bytes(with_counts) == 4 * (8 + 8 * 512)

@@ -143,7 +143,7 @@ def test_seeds_samples_and_tokens_differ():
     def sequence(**settings: int) -> tuple[int, ...]:
         return tuple(tokens_of(flat, n=24, **settings).tolist())
 
-    seen = [sequence(seed=s, sample=n) for s in (0, 1, 2**31, 2**32 - 1) for n in range(3)]
+    seen = [sequence(seed=s, sample=n) for s in (0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1) for n in range(3)]
     assert len(set(seen)) == len(seen)
     assert sequence(seed=1, sample=2) == sequence(seed=1, sample=2)
     # a sample is not a shifted copy of another, nor of the next seed

@@ -31,7 +31,7 @@ NUMBERS = {
     "min_p": (0.0, 1.0, False),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
-    "repetition_penalty": (0.0, 100.0, True),
+    "repetition_penalty": (0.01, 100.0, False),
 }
 
 

@@ -1,0 +1,41 @@
+"""What of a request can never be served, told before anything is taken."""
+
+import numpy as np
+
+from splash_jax.engine.build import Blueprint
+from splash_jax.errors import RequestError
+from splash_jax.models.config import ModelConfig
+from splash_jax.scheduler import SamplingParams
+from splash_jax.scheduler.params import MAX_STOP_IDS
+
+
+def stop_ids(model: ModelConfig, params: SamplingParams) -> frozenset[int]:
+    """Tokens that end a request: its own, and the model's ends of sequence unless it ignores them."""
+    ends = () if params.ignore_eos else model.eos_token_ids
+    return frozenset(params.stop_token_ids or ()) | frozenset(ends)
+
+
+def check_request(blueprint: Blueprint, ids: list[int], params: SamplingParams, score: bool, *, text: bool) -> None:
+    """Raise `RequestError` for what an engine cannot serve; `text`: it has a tokenizer."""
+    vocabulary, limit = blueprint.model.vocab_size, blueprint.shapes.max_model_len
+    if not ids:
+        raise RequestError("the prompt is empty: give it at least one token.")
+    bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocabulary]
+    if bad:
+        raise RequestError(f"token id {bad[0]!r} is not in the vocabulary: ids go from 0 to {vocabulary - 1}.")
+    room = limit if score else limit - 1
+    if len(ids) > room:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, the context holds {limit}{'' if score else ', one of them drawn'}. "
+            f"Shorten it or raise max_model_len."
+        )
+    if not score and len(ids) + params.min_tokens > limit:
+        raise RequestError(f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}.")
+    if params.min_tokens and (count := len(stop_ids(blueprint.model, params))) > MAX_STOP_IDS:
+        raise RequestError(f"min_tokens bans at most {MAX_STOP_IDS} stop ids, this request has {count}.")
+    if params.penalised and not blueprint.config.penalties:
+        raise RequestError("penalties need an engine with penalties=True.")
+    if params.stop_strings and not text:
+        raise RequestError("stop strings need a tokenizer; use stop_token_ids or skip_tokenizer_init=False.")
+    if score and not blueprint.config.scoring:
+        raise RequestError("logits need an engine with scoring=True.")

@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "layouts": {"ownership"},
     "models": set(),
     "runtime": {"layouts", "models", "kv", "ownership", "pallas_kernels"},
-    "engine": {"runtime", "scheduler", "models", "layouts", "kv", "ownership", "platforms"},
+    "engine": {"runtime", "scheduler", "cost", "configs", "models", "layouts", "kv", "ownership", "platforms"},
 }
 MAY_IMPORT["preflight"] = set(MAY_IMPORT)  # asks every room what it would do on a machine that is not here
+MAY_IMPORT["calibrate"] = set(MAY_IMPORT)  # measures an engine
 MAY_IMPORT["api"] = set(MAY_IMPORT)  # whatever is below it
 MAY_IMPORT["splash_jax"] = set(MAY_IMPORT)  # the package's front door: re-exports the api
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

@@ -29,7 +29,7 @@ class LLM:
       num_devices: ranks of the attention mesh, T; must divide the attention heads. None: what `mesh` has, or 1.
       mesh: its axes and their sizes, such as {"node": 2, "chip": 4}. None: a single axis.
       layout: what it starts in: a role for every axis ("tp", "dp", "cp", "dop", "dcp", "rep"), or one role for each,
-        such as "node=dop,chip=cp".
+        such as "node=dop,chip=cp". "auto": the policy chooses before every step, by `hardware`'s profile.
       progress: called as progress(what, done, in_all) while weights load and programs compile.
       **settings: the fields of `EngineConfig`.
 

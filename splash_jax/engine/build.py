@@ -207,7 +207,7 @@ def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
 
 def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progress: Progress | None) -> DeviceState:
     """Weights streamed into the layout's sharding, empty pools, a fresh sampler."""
-    layout = blueprint.config.layout_of(blueprint.config.layout)
+    layout = blueprint.config.layout_of(blueprint.config.first_layout)
     shapes = blueprint.shapes
 
     def sharding(leaf: Leaf) -> NamedSharding:

@@ -9,6 +9,9 @@ from splash_jax.errors import ConfigError, LayoutError
 from splash_jax.layouts import make_layout
 from splash_jax.ownership import Layout
 from splash_jax.runtime import SwitchMode
+from splash_jax.scheduler import PolicyConfig
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class EngineConfig:
     model: Path
     num_devices: int = 1
     mesh: Mapping[str, int] | None = None  # axis -> size, num_devices in all; None: one axis, "rank"
-    layout: str = "tp"
+    layout: str = "tp"  # to start in; "auto": the policy chooses, before every step
     layouts: tuple[str, ...] = ("tp", "dp", "cp", "dop")  # what it may switch to; programs are compiled for these
     directions: tuple[tuple[str, str], ...] | None = None  # switches it may make; None: between any two layouts
     switch_modes: tuple[str, ...] = ("splash", "blocking")  # ways to switch; programs are compiled for these
@@ -42,6 +45,9 @@ class EngineConfig:
     scoring: bool = True  # compile the programs of `logits`
     compile_ahead: bool = True  # False: compile each program at its first use instead
     seed: int = 0  # of requests that bring none
+    hardware: str | Path | None = None  # of layout "auto": a name in configs/hardware or a TOML file; None: as is here
+    policy: PolicyConfig = field(default_factory=PolicyConfig)  # of layout "auto"
+    decision_log: Path | None = None  # of layout "auto": where every decision is written, a line of JSON each
     compilation_cache_dir: Path | None = field(default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla")
     skip_tokenizer_init: bool = False
 
@@ -94,6 +100,11 @@ class EngineConfig:
             )
 
     @property
+    def first_layout(self) -> str:
+        """The layout to start in."""
+        return self.layouts[0] if self.layout == AUTO else self.layout
+
+    @property
     def interleave(self) -> int:
         return self.block_size if self.cp_interleave is None else self.cp_interleave
 
@@ -121,7 +132,7 @@ class EngineConfig:
 
     def _check_layouts(self) -> None:
         allowed = {str(self.layout_of(name)) for name in self.layouts}
-        if str(self.layout_of(self.layout)) not in allowed:
+        if str(self.layout_of(self.first_layout)) not in allowed:
             raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
         for pair in self.directions or ():
             known = {self.spelled_out(name) for name in pair} if isinstance(pair, tuple | list) else set()

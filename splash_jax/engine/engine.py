@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from splash_jax.engine.build import Blueprint, Progress, build
-from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
-from splash_jax.engine.records import StepRecord
+from splash_jax.engine.pilot import Expected, Pilot, make_pilot
+from splash_jax.engine.records import StepRecord, make_record
 from splash_jax.engine.requests import check_request, stop_ids
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
@@ -42,7 +43,8 @@ from splash_jax.runtime import (
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.runtime.transfer import lacks_room
-from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler import Chunk, Idle, Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler import Switch as Steered
 from splash_jax.scheduler.params import GREEDY_BELOW
 
 log = logging.getLogger("splash_jax")
@@ -57,6 +59,7 @@ class _Pending:
     places: Places
     record: StepRecord
     started: float
+    expected: Expected | None  # None where it is not to be compared: no policy, or a switch in it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class Engine:
         self.config, self.model = config, self.blueprint.model
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
+        self.pilot: Pilot | None = make_pilot(self.blueprint) if config.layout == AUTO else None
         self.records: list[StepRecord] = []
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
@@ -236,12 +240,13 @@ class Engine:
 
     def _step(self) -> None:
         self._apply_aborts()
+        chunk = None if self.pilot is None else self._steer(self.pilot)
         switch = self._take_switch() if self._spreading is None else None
         if self._pending and self.scheduler.under_pressure(self._pages):
             self._read(self._pending)
             self._pending = None
         switching = switch is not None and switch.mode is SwitchMode.SPLASH
-        schedule = self.scheduler.schedule(self._pages, switching)
+        schedule = self.scheduler.schedule(self._pages, switching, chunk)
         self.preemptions += len(schedule.preempted)
         before, self._pending = self._pending, None
         if self._spreading is not None:
@@ -254,6 +259,20 @@ class Engine:
             self._read(before)
         if not self.scheduler.unfinished and self._pending is None:
             self.pool.check(live=())
+
+    def _steer(self, pilot: Pilot) -> int | None:
+        """Ask the policy about the next step: its switch is queued. Returns the most prompt rows of the step."""
+        if self._switches or not self.scheduler.unfinished:
+            return None  # a switch that someone asked for, or that is under way, comes first
+        action = pilot.steer(self.scheduler, self.pool).action
+        if isinstance(action, Idle):
+            return None
+        if isinstance(action, Steered):
+            mode = SwitchMode.SPREAD if action.spread else SwitchMode.SPLASH
+            future = Future()
+            future.add_done_callback(pilot.told)
+            self._switches.append((self.allowed_layout(action.layout), mode, future))
+        return action.chunk or None
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
         """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it.
@@ -330,10 +349,13 @@ class Engine:
         batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
         results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
         self._end_chunks(schedule)
-        record = self._record(schedule, bucket, self.pool)
+        record = self._record(schedule, bucket)
         if switch is not None:
             record = replace(record, switch=switch.plan, switch_mode=str(switch.mode))
-        return _Pending(schedule=schedule, results=results, places=places, record=record, started=started)
+        expected = None if self.pilot is None or switch is not None else self.pilot.expect(schedule, self.pool)
+        return _Pending(
+            schedule=schedule, results=results, places=places, record=record, started=started, expected=expected
+        )
 
     def _dispatch_spread(self, schedule: Schedule, spreading: _Spreading) -> _Pending:
         """A step of a spread switch; after the last one the pool is the destination's."""
@@ -352,12 +374,14 @@ class Engine:
             self._switches.popleft()[2].set_result(spreading.plan)
         head = dst if last else src
         record = replace(
-            self._record(schedule, head.bucket, self.pool),
+            self._record(schedule, head.bucket),
             layers_ahead=ahead,
             switch=spreading.plan if last else None,
             switch_mode=str(SwitchMode.SPREAD),
         )
-        return _Pending(schedule=schedule, results=results, places=head.places, record=record, started=started)
+        return _Pending(
+            schedule=schedule, results=results, places=head.places, record=record, started=started, expected=None
+        )
 
     def _side(self, pool: PagePool, bucket: Bucket, works: list[Work]) -> Side:
         batch, places = build_batch(self.blueprint.shapes, pool.layout, bucket, pool, works)
@@ -427,6 +451,8 @@ class Engine:
         seconds = now - max(pending.started, self._read_at)
         self._read_at = now
         self.records.append(replace(pending.record, seconds=seconds))
+        if self.pilot is not None and pending.expected is not None:
+            self.pilot.observe(pending.expected, seconds)
 
     def _take_token(self, request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         token = int(tokens[0])
@@ -450,30 +476,9 @@ class Engine:
     def _finish(self, request: Request, reason: str) -> None:
         self.scheduler.finish(self._pages, request)
         request.finish_reason = reason
+        if self.pilot is not None:
+            self.pilot.finished(request)
 
-    def _record(self, schedule: Schedule, bucket: Bucket, pool: PagePool) -> StepRecord:
-        layout = pool.layout
-        holds = self.blueprint.footprint(layout)
-        running = [0] * layout.size
-        for request in self.scheduler.running:
-            running[pool.home(request.name)] += 1
-        busy = {layout.group_of(pool.home(chunk.request.name)) for chunk in schedule.chunks}
-        free = pool.free_pages()
-        record = StepRecord(
-            step=self._count,
-            layout=str(layout),
-            bucket=str(bucket),
-            rows=sum(chunk.rows for chunk in schedule.chunks),
-            drawn=sum(chunk.draws for chunk in schedule.chunks),
-            seconds=0.0,
-            running_by_home=tuple(running),
-            waiting=len(self.scheduler.waiting),
-            pages_used=tuple(pool.pages_per_rank - n for n in free),
-            pages_per_rank=pool.pages_per_rank,
-            projection_bytes=holds.projections,
-            kv_bytes=holds.kv,
-            transit_bytes=holds.transit,
-            idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
-        )
+    def _record(self, schedule: Schedule, bucket: Bucket) -> StepRecord:
         self._count += 1
-        return record
+        return make_record(self._count - 1, self.blueprint, self.scheduler, self.pool, schedule, bucket)

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from splash_jax.ownership import SwitchPlan
+from splash_jax.engine.build import Blueprint
+from splash_jax.kv import PagePool
+from splash_jax.ownership import Bucket, SwitchPlan
+from splash_jax.scheduler import Schedule, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +29,31 @@ class StepRecord:
     switch: SwitchPlan | None = None
     switch_mode: str | None = None  # how it was carried out
     layers_ahead: int = 0  # of a spread switch under way: layers that ran in its destination
+
+
+def make_record(
+    step: int, blueprint: Blueprint, scheduler: Scheduler, pool: PagePool, schedule: Schedule, bucket: Bucket
+) -> StepRecord:
+    """The record of a step that was just dispatched; its seconds are not known yet."""
+    layout = pool.layout
+    holds = blueprint.footprint(layout)
+    running = [0] * layout.size
+    for request in scheduler.running:
+        running[pool.home(request.name)] += 1
+    busy = {layout.group_of(pool.home(chunk.request.name)) for chunk in schedule.chunks}
+    return StepRecord(
+        step=step,
+        layout=str(layout),
+        bucket=str(bucket),
+        rows=sum(chunk.rows for chunk in schedule.chunks),
+        drawn=sum(chunk.draws for chunk in schedule.chunks),
+        seconds=0.0,
+        running_by_home=tuple(running),
+        waiting=len(scheduler.waiting),
+        pages_used=tuple(pool.pages_per_rank - n for n in pool.free_pages()),
+        pages_per_rank=pool.pages_per_rank,
+        projection_bytes=holds.projections,
+        kv_bytes=holds.kv,
+        transit_bytes=holds.transit,
+        idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
+    )

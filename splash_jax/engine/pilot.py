@@ -1,0 +1,140 @@
+"""The policy at the wheel of an engine: before every step it says which layout the step runs in.
+
+The engine asks `steer` for a decision and tells `expect` and `observe` what steps were to take and took, which corrects
+the estimates. What the policy remembers is here; the decisions themselves are pure (`splash_jax.scheduler.decide`).
+"""
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from splash_jax.configs import config_names
+from splash_jax.cost import Hardware, Load, Room, ServedModel, StepModel, load_hardware
+from splash_jax.engine.build import Blueprint
+from splash_jax.errors import ConfigError
+from splash_jax.kv import PagePool
+from splash_jax.ownership import SwitchPlan
+from splash_jax.runtime import SwitchMode
+from splash_jax.scheduler import (
+    Decision,
+    Memory,
+    Observer,
+    PolicyConfig,
+    Request,
+    Schedule,
+    Scheduler,
+    Snapshot,
+    Switch,
+    decide,
+    explain,
+    log_line,
+)
+from splash_jax.scheduler.priced import ModelCosts
+
+log = logging.getLogger("splash_jax")
+
+KEPT = 4096  # decisions that `decisions` holds, the latest
+
+
+class Expected(NamedTuple):
+    """What the hardware profile says of a dispatched step."""
+
+    layout: str
+    kind: str
+    seconds: float
+
+
+class Pilot:
+    """Decides for one engine. `policy` may be replaced at run time, to pin a layout or to allow fewer."""
+
+    def __init__(self, blueprint: Blueprint, hardware: Hardware, policy: PolicyConfig, log_file: Path | None) -> None:
+        steps = step_model(blueprint, hardware)
+        self.policy, self.hardware = policy, hardware
+        self.decisions: deque[tuple[Snapshot, Decision]] = deque(maxlen=KEPT)
+        self._costs = ModelCosts(steps, spread=SwitchMode.SPREAD in blueprint.config.switch_modes)
+        largest = ((layout.owner_groups, buckets[-1]) for layout, buckets in blueprint.buckets.items())
+        rows = max(groups * bucket.tiles * bucket.tile for groups, bucket in largest)
+        room = Room(blueprint.shapes.kv, blueprint.pages)
+        self.observer = Observer(costs=self._costs, room=room, slots=blueprint.config.max_num_seqs, chunk_rows=rows)
+        self._memory, self._step = Memory(), 0
+        self._log = None if log_file is None else log_file.open("w", encoding="utf-8")
+
+    def steer(self, scheduler: Scheduler, pool: PagePool) -> Decision:
+        """The decision about the step that comes next."""
+        snapshot = self.observer.snapshot(
+            scheduler, pool, step=self._step, time=time.monotonic(), policy=self.policy, memory=self._memory
+        )
+        decision = decide(snapshot)
+        self._memory, self._step = decision.memory, self._step + 1
+        self.decisions.append((snapshot, decision))
+        if self._log is not None:
+            print(log_line(snapshot, decision), file=self._log, flush=True)
+        if isinstance(decision.action, Switch):
+            log.info("switch %s -> %s: %s", pool.layout, decision.action.layout, explain(snapshot, decision))
+        return decision
+
+    def told(self, future: "Future[SwitchPlan]") -> None:
+        """What became of a switch that the policy asked for."""
+        if not future.cancelled() and (refusal := future.exception()) is not None:
+            log.warning("the policy's switch was not made: %s", refusal)
+
+    def expect(self, schedule: Schedule, pool: PagePool) -> Expected | None:
+        """What the profile says of a step, uncorrected; None for one without rows."""
+        if not schedule.chunks:
+            return None
+        load = _load(schedule, pool)
+        kind = "prefill" if (load.new_rows > 1).any() else "decode"
+        return Expected(str(pool.layout), kind, self._costs.step_seconds(load)[pool.layout])
+
+    def observe(self, expected: Expected, seconds: float) -> None:
+        """A step whose results were read, and what it took."""
+        self.observer.residuals = self.observer.residuals.observe(*expected, seconds)
+
+    def finished(self, request: Request) -> None:
+        """A request that drew its last token, or was cut off."""
+        length = request.finish_reason != "stop"
+        self.observer.lifetimes = self.observer.lifetimes.finished(len(request.output_ids), length)
+
+
+def _load(schedule: Schedule, pool: PagePool) -> Load:
+    rows = np.array([chunk.rows for chunk in schedule.chunks], np.int64)
+    context = np.array([chunk.start for chunk in schedule.chunks], np.int64) + rows
+    return Load(context, rows, np.array([pool.home(chunk.request.name) for chunk in schedule.chunks], np.int64))
+
+
+def step_model(blueprint: Blueprint, hardware: Hardware) -> StepModel:
+    """The cost model of an engine's steps, padded to its buckets."""
+    width = jax.numpy.dtype(blueprint.shapes.dtype).itemsize
+    served = ServedModel(
+        sizes=blueprint.model,
+        weight_bytes=width,
+        activation_bytes=width,
+        kv_bytes_per_token=blueprint.shapes.kv.bytes_per_token,
+    )
+    return StepModel(served, list(blueprint.layouts.values()), hardware, blueprint.buckets)
+
+
+def make_pilot(blueprint: Blueprint) -> Pilot:
+    """The pilot that an engine's settings ask for. Raises `ConfigError` where there is no hardware profile."""
+    config = blueprint.config
+    hardware = own_hardware(jax.devices()[0]) if config.hardware is None else load_hardware(config.hardware)
+    return Pilot(blueprint, hardware, config.policy, config.decision_log)
+
+
+def own_hardware(device: Any) -> Hardware:
+    """The profile of the kind of device that is here. Raises `ConfigError` where none has its name."""
+    kind = device.device_kind.lower()
+    known = config_names("hardware")
+    found = [name for name in known if device.platform == name or name in kind.replace("-", " ").split()]
+    if not found:
+        raise ConfigError(
+            f"no hardware profile is named for {device.device_kind!r}; there are {', '.join(known)}. Run `splash "
+            f"calibrate` and give its file as hardware."
+        )
+    return load_hardware(found[0])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.engine import Engine, EngineConfig, StepRecord
 from splash_jax.engine.config import mesh_ranks
-from splash_jax.errors import RequestError, SplashError
+from splash_jax.errors import LayoutError, PolicyError, RequestError, SplashError
 from splash_jax.kv import PagePool
 from splash_jax.ownership import SwitchPlan
-from splash_jax.scheduler import Request, SamplingParams, Status
+from splash_jax.scheduler import PolicyConfig, Request, SamplingParams, Status
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -148,6 +149,22 @@ class LLM:
         self._drive(lambda: not future.done())
         self._settle()
         return future.result()
+
+    def set_policy(self, **changes: Any) -> None:
+        """Change fields of the policy of an engine with layout "auto", from the next step on.
+
+        `pin="cp"` goes there and stays, `pin=None` lets go; `allowed=("tp", "dp")` narrows the choice. Raises
+        `PolicyError` for what cannot be meant, `LayoutError` where the engine has no policy or not this layout.
+        """
+        pilot = self.engine.pilot
+        if pilot is None:
+            raise LayoutError(f"this engine stays in {self.layout} until it is switched; build it with layout='auto'.")
+        for name in (changes.get("pin"), *(changes.get("allowed") or ())):
+            if name is not None:
+                self.engine.allowed_layout(name)
+        if unknown := sorted(set(changes) - set(PolicyConfig.__slots__)):
+            raise PolicyError(f"a policy has no {', '.join(unknown)}; it has {', '.join(PolicyConfig.__slots__)}.")
+        pilot.policy = replace(pilot.policy, **changes)
 
     def _check_switches(self, switches: Mapping[int, Move] | None) -> None:
         if switches is not None and not isinstance(switches, Mapping):

@@ -15,6 +15,7 @@ from splash_jax.calibrate.steps import Measured, loads_to_measure, measure_steps
 from splash_jax.cost import Hardware
 from splash_jax.engine import Engine, EngineConfig
 from splash_jax.engine.pilot import step_model
+from splash_jax.errors import ConfigError
 
 Progress = Callable[[str, int, int], None]  # what, done, in all
 ROUNDS = 5
@@ -43,7 +44,9 @@ def calibrate(
     Raises the errors of `EngineConfig` for what cannot be served.
     """
     began = time.perf_counter()
-    round_trip = tuple(pairwise((*layouts, *layouts[:1]))) if len(layouts) > 1 else ()
+    if not layouts:
+        raise ConfigError("layouts is empty; name at least one to measure.")
+    round_trip = tuple(pairwise([*layouts, layouts[0]])) if len(layouts) > 1 else ()
     config = EngineConfig(
         model=model, num_devices=num_devices, layout=layouts[0], layouts=layouts, directions=round_trip, dtype=dtype,
         switch_modes=("blocking",), max_num_seqs=max_num_seqs, penalties=False, scoring=False, skip_tokenizer_init=True,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from splash_jax.cli.calibrate import calibrate
 from splash_jax.cli.demo import demo
 from splash_jax.cli.generate import generate
 from splash_jax.cli.plan import plan
@@ -36,6 +37,7 @@ app.command(
 app.command(epilog="\b\nExample:\n  splash preflight deepseek-v3.2 --hardware h200 -T 8 --batch 16 --context 131072")(
     preflight
 )
+app.command(epilog="\b\nExample:\n  splash calibrate small -T 8 --name here")(calibrate)
 app.command(epilog="\b\nExample:\n  splash demo --out /tmp/splash_demo")(demo)
 
 

@@ -90,6 +90,11 @@ class EngineConfig:
         self._check_layouts()
         if not self.switch_modes or any(mode not in list(SwitchMode) for mode in self.switch_modes):
             raise ConfigError(f"switch_modes must be some of {', '.join(SwitchMode)}, got {self.switch_modes!r}.")
+        if not isinstance(self.policy, PolicyConfig):
+            raise ConfigError(f"policy must be a PolicyConfig, got {self.policy!r}.")
+        for name in (self.policy.pin, *(self.policy.allowed or ())):
+            if name is not None and self.spelled_out(name) not in {self.spelled_out(one) for one in self.layouts}:
+                raise LayoutError(f"the policy's {name!r} is not among the allowed layouts {', '.join(self.layouts)}.")
         if self.block_size % self.interleave:
             raise ConfigError(f"cp_interleave {self.interleave} must divide block_size {self.block_size}.")
         for size in self.decode_buckets:

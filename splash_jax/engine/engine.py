@@ -17,7 +17,7 @@ import numpy as np
 from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
-from splash_jax.engine.pilot import Expected, Pilot, make_pilot
+from splash_jax.engine.pilot import Expected, Pilot, profile_of
 from splash_jax.engine.records import StepRecord, make_record
 from splash_jax.engine.requests import check_request, stop_ids
 from splash_jax.engine.stopping import Ending
@@ -80,12 +80,13 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
+        hardware = profile_of(config) if config.layout == AUTO else None
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
         self.config, self.model = config, self.blueprint.model
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
-        self.pilot: Pilot | None = make_pilot(self.blueprint) if config.layout == AUTO else None
+        self.pilot = None if hardware is None else Pilot(self.blueprint, hardware)
         self.records: list[StepRecord] = []
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}

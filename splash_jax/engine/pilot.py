@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,8 @@ import numpy as np
 from splash_jax.configs import config_names
 from splash_jax.cost import Hardware, Load, Room, ServedModel, StepModel, load_hardware
 from splash_jax.engine.build import Blueprint
+from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.platform import prepare_platform, start_devices
 from splash_jax.errors import ConfigError
 from splash_jax.kv import PagePool
 from splash_jax.ownership import SwitchPlan
@@ -25,7 +26,6 @@ from splash_jax.scheduler import (
     Decision,
     Memory,
     Observer,
-    PolicyConfig,
     Request,
     Schedule,
     Scheduler,
@@ -53,9 +53,9 @@ class Expected(NamedTuple):
 class Pilot:
     """Decides for one engine. `policy` may be replaced at run time, to pin a layout or to allow fewer."""
 
-    def __init__(self, blueprint: Blueprint, hardware: Hardware, policy: PolicyConfig, log_file: Path | None) -> None:
-        steps = step_model(blueprint, hardware)
-        self.policy, self.hardware = policy, hardware
+    def __init__(self, blueprint: Blueprint, hardware: Hardware) -> None:
+        steps, log_file = step_model(blueprint, hardware), blueprint.config.decision_log
+        self.policy, self.hardware = blueprint.config.policy, hardware
         self.decisions: deque[tuple[Snapshot, Decision]] = deque(maxlen=KEPT)
         self._costs = ModelCosts(steps, spread=SwitchMode.SPREAD in blueprint.config.switch_modes)
         largest = ((layout.owner_groups, buckets[-1]) for layout, buckets in blueprint.buckets.items())
@@ -120,11 +120,16 @@ def step_model(blueprint: Blueprint, hardware: Hardware) -> StepModel:
     return StepModel(served, list(blueprint.layouts.values()), hardware, blueprint.buckets)
 
 
-def make_pilot(blueprint: Blueprint) -> Pilot:
-    """The pilot that an engine's settings ask for. Raises `ConfigError` where there is no hardware profile."""
-    config = blueprint.config
-    hardware = own_hardware(jax.devices()[0]) if config.hardware is None else load_hardware(config.hardware)
-    return Pilot(blueprint, hardware, config.policy, config.decision_log)
+def profile_of(config: EngineConfig) -> Hardware:
+    """The hardware profile that an engine's settings name, or that of the devices that are here.
+
+    Raises `ConfigError` where there is none.
+    """
+    if config.hardware is not None:
+        return load_hardware(config.hardware)
+    prepare_platform(config.num_devices)
+    start_devices()
+    return own_hardware(jax.devices()[0])
 
 
 def own_hardware(device: Any) -> Hardware:

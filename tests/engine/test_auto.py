@@ -1,0 +1,120 @@
+"""layout="auto": the policy follows the load, and no output depends on it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splash_jax import LLM
+from splash_jax.errors import ConfigError, LayoutError, PolicyError
+from splash_jax.scheduler import PolicyConfig, replay
+from tests.engine.conftest import TOLERANCE, add, drive, greedy, teacher_forced, tokens
+from tests.support import assert_all_free, make_llm
+
+LAYOUTS = ("tp", "dp", "dop")
+# Messages cost nothing, histories much: owners lead as soon as there are several requests, and a lone one leads nobody.
+PROFILE = """
+name = "made up"
+hbm_bytes = 1e9
+hbm_bytes_per_s = 1e9
+bf16_flops_per_s = 1e12
+interconnect_bytes_per_s = 1e12
+message_latency_s = 1e-9
+kv_bytes_per_s = 1e6
+[provenance]
+hbm_bytes = "made up"
+hbm_bytes_per_s = "made up"
+bf16_flops_per_s = "made up"
+interconnect_bytes_per_s = "made up"
+message_latency_s = "made up"
+kv_bytes_per_s = "made up"
+"""
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hardware") / "made_up.toml"
+    path.write_text(PROFILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def auto(small: Path, profile: Path) -> LLM:
+    policy = PolicyConfig(dwell_steps=0, max_switches=1000)
+    return make_llm(
+        small,
+        layout="auto",
+        layouts=LAYOUTS,
+        hardware=profile,
+        policy=policy,
+        decision_log=profile.parent / "log.jsonl",
+    )
+
+
+def test_the_policy_leads_to_owners_and_no_token_depends_on_it(auto: LLM, alone: LLM, profile: Path) -> None:
+    since = len(auto.records)
+    requests = [add(auto, tokens(20 + 9 * i, i), greedy(12 + i, logprobs=0)) for i in range(6)]
+    drive(auto)
+    records = auto.records[since:]
+    assert any(record.switch is not None for record in records)
+    assert {record.layout for record in records if record.rows > 3} <= {"dp", "dop"}
+    for request in requests:
+        auto.engine.take(request.name)
+        values = teacher_forced(alone, request.prompt_ids, request.output_ids)
+        assert max(abs(values - [p for p, _ in request.logprobs])) <= TOLERANCE
+    assert_all_free(auto)
+
+
+def test_every_decision_is_logged_with_its_reasons_and_replays(auto: LLM, profile: Path) -> None:
+    drive_some(auto)
+    lines = (profile.parent / "log.jsonl").read_text().splitlines()
+    assert len(lines) >= len(auto.records) > 0
+    assert len(list(replay(lines))) == len(lines)
+    first = json.loads(lines[0])
+    assert set(first["layouts"]) == set(LAYOUTS)
+    assert all(told["fits"] in (True, False) and told["why"] for told in first["layouts"].values())
+
+
+def drive_some(llm: LLM) -> None:
+    requests = [add(llm, tokens(9 + i, i), greedy(4)) for i in range(5)]
+    drive(llm)
+    for request in requests:
+        llm.engine.take(request.name)
+
+
+def test_a_pin_and_an_allowed_set_hold_from_the_next_step_on(auto: LLM) -> None:
+    auto.set_policy(pin="tp")
+    since = len(auto.records)
+    drive_some(auto)
+    assert {record.layout for record in auto.records[since:]} == {"tp"}
+    auto.set_policy(pin=None, allowed=("tp", "dop"))
+    since = len(auto.records)
+    drive_some(auto)
+    assert {record.layout for record in auto.records[since:]} <= {"tp", "dop"}
+    auto.set_policy(allowed=None)
+
+
+def test_what_steps_take_corrects_the_estimates(auto: LLM) -> None:
+    """The made-up profile is far off: it is reported, and no longer obeyed."""
+    drive_some(auto)
+    seen = auto.engine.pilot.observer.residuals
+    assert seen.own and all(np.isfinite(one.mean) for one in seen.own.values())
+    before = len(auto.engine.pilot.decisions)
+    drive_some(auto)
+    assert len(auto.engine.pilot.decisions) > before
+
+
+def test_what_a_policy_cannot_be_told(auto: LLM, llm: LLM, small: Path, profile: Path) -> None:
+    with pytest.raises(LayoutError, match="layout 'cp' is not among the allowed layouts tp, dp, dop"):
+        auto.set_policy(pin="cp")
+    with pytest.raises(PolicyError, match="a policy has no speed; it has rule, pin"):
+        auto.set_policy(speed=3)
+    with pytest.raises(LayoutError, match=r"stays in \w+ until it is switched; build it with layout='auto'"):
+        llm.set_policy(pin="tp")
+    with pytest.raises(ConfigError, match="no hardware config is named 'h300'; there are: "):
+        make_llm(small, layout="auto", hardware="h300")
+    with pytest.raises(ConfigError, match="policy must be a PolicyConfig, got 'regret'"):
+        make_llm(small, layout="auto", policy="regret")
+    with pytest.raises(LayoutError, match="the policy's 'rep' is not among the allowed layouts tp, dp"):
+        make_llm(small, layout="auto", layouts=("tp", "dp"), policy=PolicyConfig(pin="rep"))

@@ -63,7 +63,9 @@ class Pilot:
         room = Room(blueprint.shapes.kv, blueprint.pages)
         self.observer = Observer(costs=self._costs, room=room, slots=blueprint.config.max_num_seqs, chunk_rows=rows)
         self._memory, self._step = Memory(), 0
-        self._log = None if log_file is None else log_file.open("w", encoding="utf-8")
+        self._log = log_file
+        if log_file is not None:
+            log_file.write_text("", encoding="utf-8")
 
     def steer(self, scheduler: Scheduler, pool: PagePool) -> Decision:
         """The decision about the step that comes next."""
@@ -74,7 +76,8 @@ class Pilot:
         self._memory, self._step = decision.memory, self._step + 1
         self.decisions.append((snapshot, decision))
         if self._log is not None:
-            print(log_line(snapshot, decision), file=self._log, flush=True)
+            with self._log.open("a", encoding="utf-8") as file:
+                print(log_line(snapshot, decision), file=file)
         if isinstance(decision.action, Switch):
             log.info("switch %s -> %s: %s", pool.layout, decision.action.layout, explain(snapshot, decision))
         return decision

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from splash_jax import LLM, SamplingParams, small_model
 from splash_jax.calibrate import calibrate, profile_toml
+from splash_jax.cli.process import prepare_process
 from splash_jax.engine import EngineConfig, draw_up
 from splash_jax.ownership.footprint import IN_TRANSIT
 
@@ -32,6 +33,7 @@ LAYOUTS = ("tp", "dp", "cp", "dop")
 
 def main() -> None:
     args = _arguments()
+    prepare_process(args.devices)
     jax.config.update("jax_num_cpu_devices", args.devices)
     profile = args.hardware
     if profile is None:
@@ -40,8 +42,8 @@ def main() -> None:
         profile.write_text(profile_toml(found), encoding="utf-8")
         fit = found.fit
         console.print(
-            f"calibrated in {found.seconds:.0f} s: steps predicted within {fit.median_error:.1%} (median), they vary by "
-            f"{fit.noise:.1%}; regret {fit.regret:.1%}"
+            f"calibrated in {found.seconds:.0f} s: steps predicted within {fit.median_error:.1%} (median), they vary "
+            f"by {fit.noise:.1%}; regret {fit.regret:.1%}"
         )
     llm = LLM(small_model(), layout="auto", hardware=profile, **_settings(args), device_memory_bytes=_budget(args))
     prompts, params = _rollout(args)

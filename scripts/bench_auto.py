@@ -1,7 +1,7 @@
 """A draining rollout on the real engine: layout "auto" beside every fixed layout, in turn, in one run.
 
-    python scripts/bench_auto.py --hardware here.toml            # a profile that `splash calibrate` wrote
-    python scripts/bench_auto.py                                 # calibrates first
+    NPROC=32 python scripts/bench_auto.py --hardware here.toml   # a profile that `splash calibrate` wrote
+    NPROC=32 python scripts/bench_auto.py                        # calibrates first
 
 One engine runs all: a fixed layout is its policy pinned. The budget per rank leaves layouts different room for histories,
 so what one admits another queues. The times are this machine's: virtual CPU devices share its cores.
@@ -23,7 +23,6 @@ from rich.table import Table
 
 from splash_jax import LLM, SamplingParams, small_model
 from splash_jax.calibrate import calibrate, profile_toml
-from splash_jax.cli.process import prepare_process
 from splash_jax.engine import EngineConfig, draw_up
 from splash_jax.ownership.footprint import IN_TRANSIT
 
@@ -33,7 +32,6 @@ LAYOUTS = ("tp", "dp", "cp", "dop")
 
 def main() -> None:
     args = _arguments()
-    prepare_process(args.devices)
     jax.config.update("jax_num_cpu_devices", args.devices)
     profile = args.hardware
     if profile is None:

@@ -3,8 +3,8 @@
     NPROC=32 python scripts/bench_auto.py --hardware here.toml   # a profile that `splash calibrate` wrote
     NPROC=32 python scripts/bench_auto.py                        # calibrates first
 
-One engine runs all: a fixed layout is its policy pinned. The budget per rank leaves layouts different room for histories,
-so what one admits another queues. The times are this machine's: virtual CPU devices share its cores.
+One engine runs all: a fixed layout is its policy pinned. The budget per rank leaves layouts different room for
+histories, so what one admits another queues. The times are this machine's: virtual CPU devices share its cores.
 """
 
 import argparse

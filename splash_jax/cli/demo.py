@@ -12,7 +12,7 @@ from typer import Option
 from splash_jax.cli import scene as script
 from splash_jax.cli.live import RunView
 from splash_jax.cli.process import on_cpu, prepare_process
-from splash_jax.cli.report import compare, print_proof, print_switches, print_texts, switch_costs
+from splash_jax.cli.report import compare, print_decisions, print_proof, print_switches, print_texts, switch_costs
 from splash_jax.cli.startup import startup_bars
 from splash_jax.cli.values import model_path, write_json
 
@@ -28,25 +28,41 @@ def demo(
     num_devices: Annotated[int, Option("--num-devices", "-T", min=1, help="Devices; virtual ones on CPU.")] = 8,
     out: Annotated[Path, Option(help="Folder for run.png and run.json.")] = Path("splash_demo"),
     model: Annotated[str, Option(help="Checkpoint directory with a tokenizer.")] = "small",
+    auto: Annotated[bool, Option("--auto", help="Let the policy choose the layouts instead of a script.")] = False,
+    hardware: Annotated[
+        str | None, Option(help="With --auto: a profile's name or TOML file (`splash calibrate`). Default: by device.")
+    ] = None,
     json: Annotated[bool, Option("--json", help="Print run.json on stdout, all else on stderr.")] = False,
 ) -> None:
     """Drain a batch of 16 real prompts through dp, dop, tp, cp and back, and show what every switch did.
+
+    With --auto, through the layouts that the policy chooses from the load.
 
     On a machine with accelerators: JAX_PLATFORMS=cpu splash demo.
     """
     began = perf_counter()
     console = Console(stderr=json, highlight=False)
+    if hardware is not None and not auto:
+        raise typer.BadParameter("is the policy's profile; add --auto.", param_hint="--hardware")
     _make_folder(out)
     prepare_process(num_devices)
-    console.print(f"SPLASH demo: 16 prompts, {num_devices} devices, layouts {' -> '.join(script.layouts())}.")
-    llm = _start(console, model_path(model), num_devices)
+    route = "layouts as the policy chooses" if auto else f"layouts {' -> '.join(script.layouts())}"
+    console.print(f"SPLASH demo: 16 prompts, {num_devices} devices, {route}.")
+    settings = script.settings(num_devices) | (script.auto_settings(hardware) if auto else {})
+    llm = _start(console, model_path(model), settings)
     ready = perf_counter() - began
     count = llm.engine.programs.compiled
     console.print(f"Ready after {ready:.0f} s with {count} programs; nothing compiles from here on. Warming them up.")
     warm = _warm_up(llm)
     scene = script.draw(llm)
-    console.print(f"\nThe live run: one batch, {len(scene.switches)} switches while its requests run.")
-    outputs, records = _run(llm, scene, console, "live run", scene.switches)
+    if auto:
+        llm.set_policy(pin=None)
+        console.print("\nThe live run: one batch; the policy is asked before every step.")
+    else:
+        console.print(f"\nThe live run: one batch, {len(scene.switches)} switches while its requests run.")
+    outputs, records = _run(llm, scene, console, "live run", {} if auto else scene.switches)
+    if auto:
+        print_decisions(console, llm, len(records))
     costs = switch_costs(llm, records, warm)
     print_switches(console, costs, _place(num_devices))
     console.print(f"\nThe proof: the same prompts and seeds again, in {script.FIXED} from beginning to end.")
@@ -65,12 +81,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _start(console: Console, model: Path, num_devices: int) -> "LLM":
+def _start(console: Console, model: Path, settings: dict[str, Any]) -> "LLM":
     console.print("Loading and compiling (a minute or two; later runs find compiled programs).")
     from splash_jax import LLM
 
     with startup_bars() as progress:
-        return LLM(model, progress=progress, **script.settings(num_devices))
+        return LLM(model, progress=progress, **settings)
 
 
 def _warm_up(llm: "LLM") -> "list[StepRecord]":
@@ -92,10 +108,12 @@ def _warm_up(llm: "LLM") -> "list[StepRecord]":
 
 
 def _go_to(llm: "LLM", layout: str) -> None:
-    """Switch to a layout, with nothing running, along the directions that are compiled."""
-    following = dict(script.directions())
+    """Switch to a layout, with nothing running, along the directions that are compiled; a policy stays there."""
+    if llm.engine.pilot is not None:
+        llm.set_policy(pin=layout)
+    onward = dict(script.directions())
     while llm.layout != layout:
-        llm.switch(following[llm.layout])
+        llm.switch(layout if llm.engine.pilot is not None else onward[llm.layout])
     while llm.engine.busy:
         llm.engine.step()  # read the switch's own step, so that its record is no part of what comes next
 

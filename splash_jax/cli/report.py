@@ -106,6 +106,35 @@ def compare(ours: "list[RequestOutput]", theirs: "list[RequestOutput]") -> Proof
     return Proof(requests=len(ours), tokens=tokens, equal=equal, largest=largest)
 
 
+def print_decisions(console: Console, llm: "LLM", steps: int) -> None:
+    """What the policy decided in the last `steps` steps: every switch, and what it predicted of each layout then."""
+    from splash_jax.scheduler import Switch
+
+    pilot = llm.engine.pilot
+    if pilot is None:
+        return
+    asked = list(pilot.decisions)[-steps:]
+    names = [quote.layout for quote in asked[-1][0].quotes] if asked else []
+    table = Table("step", "switch", "running", "tokens", "why", *names, box=SIMPLE_HEAD, pad_edge=False)
+    for snapshot, decision in asked:
+        if isinstance(decision.action, Switch):
+            predicted = [
+                f"{quote.choices[0].seconds * 1e3:.0f} ms" if quote.choices else "no room" for quote in snapshot.quotes
+            ]
+            table.add_row(
+                str(snapshot.step - asked[0][0].step), f"{snapshot.layout} -> {decision.action.layout}",
+                str(snapshot.requests), str(snapshot.tokens), decision.reason, *predicted,
+            )  # fmt: skip
+    console.print("\nWhat the policy decided, and the step it predicted for each layout at that moment\n")
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print(f"  it stayed in {llm.layout}: nothing else was predicted to be worth a switch.")
+    console.print(f"  by the profile of {pilot.hardware.name}, corrected by the steps measured so far.")
+    if why := pilot.observer.residuals.distrust():
+        console.print(f"  The profile is not obeyed: {why}")
+
+
 def print_switches(console: Console, costs: list[SwitchCost], place: str) -> None:
     """What each switch did, in bytes, then in time."""
     table = Table(

@@ -74,6 +74,11 @@ def settings(num_devices: int) -> dict[str, Any]:
     }
 
 
+def auto_settings(hardware: str | None) -> dict[str, Any]:
+    """What differs where the policy chooses the layouts: any switch may be asked for."""
+    return {"layout": "auto", "directions": None, "hardware": hardware}
+
+
 def draw(llm: "LLM") -> Scene:
     """The scene in the tokens of this model: questions through its chat template, openings as they are."""
     tokenizer = llm.engine.tokenizer

@@ -46,9 +46,10 @@ def calibrate(
     began = time.perf_counter()
     if not layouts:
         raise ConfigError("layouts is empty; name at least one to measure.")
-    round_trip = tuple(pairwise([*layouts, layouts[0]])) if len(layouts) > 1 else ()
+    first, *rest = layouts
+    round_trip = tuple(pairwise([first, *rest, first])) if rest else ()
     config = EngineConfig(
-        model=model, num_devices=num_devices, layout=layouts[0], layouts=layouts, directions=round_trip, dtype=dtype,
+        model=model, num_devices=num_devices, layout=first, layouts=layouts, directions=round_trip, dtype=dtype,
         switch_modes=("blocking",), max_num_seqs=max_num_seqs, penalties=False, scoring=False, skip_tokenizer_init=True,
     )  # fmt: skip
     engine = Engine(config, progress)

@@ -21,6 +21,7 @@ from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, plan_switc
 from splash_jax.scheduler import (
     Costs,
     Decision,
+    Idle,
     Memory,
     Observer,
     PolicyConfig,
@@ -104,7 +105,8 @@ class Group:
     """One group serving its traffic in one layout, or where the policy leads it."""
 
     def __init__(self, deployment: Deployment, layout: Layout, policy: PolicyConfig | None = None, *,
-                 rule: Rule = decide, jump: bool = True, keep: bool = True, log: TextIO | None = None) -> None:  # fmt: skip
+                 rule: Rule = decide, jump: bool = True, keep: bool = True,
+                 log: TextIO | None = None) -> None:  # fmt: skip
         """`policy` None: it stays in `layout`. `rule` decides. `keep`: stretches and loads, for pictures and the
         optimum in hindsight. `log`: where every decision is written as a line of JSON.
         """
@@ -123,7 +125,7 @@ class Group:
         """Serve all of it. Raises `ConfigError` for a request that no layout could ever hold."""
         self._check(traffic)
         n = len(traffic)
-        self._traffic = traffic
+        self._traffic, self._outputs = traffic, traffic.output.tolist()
         self._out = Outcome(first_token=np.full(n, np.nan), end=np.full(n, np.nan), arrived=np.full(n, np.nan))
         self._children: dict[int, list[int]] = {}
         for i in np.flatnonzero(traffic.after >= 0).tolist():
@@ -134,16 +136,21 @@ class Group:
         self._step = self._decided = 0
         self._chunk: int | None = None
         self._start, self._taken, self._left = 0.0, 0, 0  # of the present stretch: its start, steps taken, steps left
-        self._seconds, self._now = 0.0, 0.0
+        self._seconds, self._now, self._rows = 0.0, 0.0, 0
+        self._alike = False  # whether the next step is like the last: a token of everyone, and nobody can be admitted
         while self._due or self.scheduler.unfinished:
             self._arrive()
             if not self.scheduler.unfinished:
                 self._now, self._left = self._due[0][0], 0
                 continue
             added = self._decide()
-            schedule = self.scheduler.schedule(self.pool, added > 0, self._chunk)
-            self._out.preemptions += len(schedule.preempted)
-            self._take(schedule, added)
+            if self._jump and self._alike and not added and self._fits(1):
+                self._keep_open(self.scheduler.running)
+                self._draw(list(self.scheduler.running), self._steady())
+            else:
+                schedule = self.scheduler.schedule(self.pool, added > 0, self._chunk)
+                self._out.preemptions += len(schedule.preempted)
+                self._take(schedule, added)
         self.pool.check(live=())
         return self._out
 
@@ -165,6 +172,7 @@ class Group:
                 name=str(i), prompt_ids=[0] * prompt, params=_PARAMS, seed=0, max_total=prompt + max(limit, output)
             )
             self._out.arrived[i] = time
+            self._alike = self._alike and bool(self.scheduler.waiting)  # behind others it waits as they do
             self.scheduler.add(request)
 
     def _decide(self) -> float:
@@ -182,6 +190,8 @@ class Group:
         if self._log is not None:
             self._log.write(log_line(snapshot, decision) + "\n")
         self.memory, action = decision.memory, decision.action
+        if not isinstance(action, Idle):
+            self._chunk = action.chunk or None
         if not isinstance(action, Switch):
             return 0.0
         dst = next(one for one in self.deployment.layouts if str(one) == action.layout)
@@ -196,11 +206,11 @@ class Group:
             return 0.0
         self._out.switches.append((self._now, str(self.pool.layout), action.layout, quote.there))
         self.pool = PagePool.adopt(plan.after)
-        self._left = 0
+        self._left, self._alike = 0, False
         return quote.there
 
     def _take(self, schedule: Schedule, added: float) -> None:
-        """One step, or as many alike as can be taken at once."""
+        """The step that was scheduled."""
         chunks, running = schedule.chunks, self.scheduler.running
         if not chunks:
             raise ConfigError(
@@ -208,51 +218,72 @@ class Group:
                 f"{min(self.pool.free_pages())} free pages on its fullest rank. Give ranks more memory."
             )
         alike = len(chunks) == len(running) and all(c.rows == 1 and c.draws for c in chunks) and not schedule.preempted
-        if not alike or self._left == 0 or added or len(chunks) != len(self._load):
-            self._open_stretch(schedule, added)
-        steps = self._steady() if self._jump and alike and not added else 1
+        if alike and not added and len(chunks) == self._rows:
+            requests = [chunk.request for chunk in chunks]
+            self._keep_open(requests)
+            self._draw(requests, 1)
+            return
+        self._open_stretch([(c.request, c.start, c.rows) for c in chunks])
+        self._count(1, added)
+        self._left, self._alike = 0, False
+        for chunk in chunks:
+            chunk.request.computed += chunk.rows
+        self._drawn([chunk.request for chunk in chunks if chunk.draws], 1)
+        self._rows = len(running) if alike else 0
+
+    def _draw(self, requests: Sequence[Request], steps: int) -> None:
+        """So many steps alike, in which every request draws a token."""
+        self._count(steps, 0.0)
+        self._left -= steps
+        self._alike = True
+        for request in requests:
+            request.computed += steps
+            self.pool.grow(request.name, request.computed)
+        self._drawn(requests, steps)
+
+    def _count(self, steps: int, added: float) -> None:
         self._taken += steps
-        self._left = self._left - steps if alike and not added else 0
         self._step += steps
         self._now = self._start + self._taken * self._seconds + added
-        self._out.busy += steps * self._seconds + added
+        self._out.busy = self._busy_before + self._taken * self._seconds + added
         self._note(steps, added)
+
+    def _drawn(self, requests: Sequence[Request], steps: int) -> None:
         ended = []
-        for chunk in chunks:
-            request = chunk.request
-            request.computed += chunk.rows + steps - 1
-            if steps > 1:
-                self.pool.grow(request.name, request.computed)
-            if chunk.draws:
-                if not request.output_ids:
-                    self._out.first_token[int(request.name)] = self._now
-                request.output_ids.extend(_ZEROS[:steps] if steps <= len(_ZEROS) else [0] * steps)
-                if len(request.output_ids) >= self._traffic.output[int(request.name)]:
-                    ended.append(request)
+        for request in requests:
+            i = int(request.name)
+            if not request.output_ids:
+                self._out.first_token[i] = self._now
+            request.output_ids += [0] * steps
+            if len(request.output_ids) >= self._outputs[i]:
+                ended.append(request)
         for request in ended:
             self._end(request)
+        self._rows = len(self.scheduler.running)
 
-    def _open_stretch(self, schedule: Schedule, added: float) -> None:
-        chunks = schedule.chunks
+    def _keep_open(self, requests: Sequence[Request]) -> None:
+        if self._left == 0:
+            self._open_stretch([(request, request.computed, 1) for request in requests])
+
+    def _open_stretch(self, rows: Sequence[tuple[Request, int, int]]) -> None:
         load = Load(
-            np.array([c.start + c.rows for c in chunks], np.int64),
-            np.array([c.rows for c in chunks], np.int64),
-            np.array([self.pool.home(c.request.name) for c in chunks], np.int64),
+            np.array([start + count for _, start, count in rows], np.int64),
+            np.array([count for *_, count in rows], np.int64),
+            np.array([self.pool.home(request.name) for request, *_ in rows], np.int64),
         )
         costs = self.deployment.costs.step_seconds(load)
         self._costs = tuple(costs[one] for one in self.deployment.layouts)
         self._seconds = costs[self.pool.layout]
         self._start, self._taken, self._left = self._now, 0, self.deployment.every
-        self._load = load
+        self._load, self._busy_before = load, self._out.busy
 
     def _steady(self) -> int:
         """Steps from here in which the same requests draw one token each and nothing else happens; at least 1."""
         steps = self._left
         if self.policy is not None:
             steps = min(steps, self.deployment.every - (self._step - self._decided))
-        output = self._traffic.output
         for request in self.scheduler.running:
-            steps = min(steps, int(output[int(request.name)]) - len(request.output_ids))
+            steps = min(steps, self._outputs[int(request.name)] - len(request.output_ids))
         if self._due and steps > 1:
             steps = min(steps, max(1, self._steps_until(self._due[0][0])))
         while steps > 1 and not self._fits(steps):
@@ -302,12 +333,12 @@ class Group:
         self.observer.lifetimes = self.observer.lifetimes.finished(len(request.output_ids), by_length=False)
         self.scheduler.finish(self.pool, request)
         self._left = 0
+        self._alike = self._alike and not self.scheduler.waiting
         for child in self._children.get(i, ()):
             heapq.heappush(self._due, (self._now + float(self._traffic.arrival[child]), child))
 
 
 _PARAMS = SamplingParams(max_tokens=None)
-_ZEROS = [0] * 64
 
 
 def buckets_of(layouts: Sequence[Layout], slots: int, prompt_rows: int, tile: int) -> dict[Layout, tuple[Bucket, ...]]:

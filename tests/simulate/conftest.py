@@ -15,7 +15,7 @@ RANKS = 4
 
 
 class HandCosts:
-    """Few requests want the first layout, many the last; steps grow with the history, a switch costs always the same."""
+    """Few requests want the first layout, many the last; steps grow with histories, a switch costs always the same."""
 
     def __init__(self, layouts: tuple[Layout, ...], switch: float) -> None:
         self.layouts, self.switch = layouts, switch

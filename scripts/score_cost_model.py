@@ -70,14 +70,14 @@ def report(options: argparse.Namespace) -> None:
     if options.form_from is not None:
         title += f", form from {options.form_from.name}"
     printed = Printed(title=title, title_justify="left", box=SIMPLE_HEAD)
-    printed.add_column("rule")
+    printed.add_column("rule", no_wrap=True)
     for when in next(iter(found.values())):
-        for name in ("agreement", "mean regret", "worst"):
-            printed.add_column(f"{name}, {when}" if options.hold_out else name, justify="right")
+        for name in ("agrees", "regret", "worst"):
+            printed.add_column(f"{name}\n{when}", justify="right", no_wrap=True)
     for name, by_time in found.items():
         cells = [f"{100 * x:.2f} %" for s in by_time.values() for x in (s.agreement, s.mean_regret, s.worst_regret)]
         printed.add_row(name, *cells)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     console.print(printed)
     console.print(
         f"  Ratios between layouts are off by {100 * errors.std():.1f} % (r.m.s.). Constants (seconds, millions"

@@ -46,10 +46,15 @@ def _regimes(axes: "Axes", made: "RegimeMap", what: str) -> None:
     shades = ListedColormap([to_rgba("#FFFFFF"), *(to_rgba(LINES.get(name, "#999999"), 0.55) for name in names)])
     fastest = made.fastest
     axes.pcolormesh(fastest + 1, cmap=shades, vmin=0, vmax=len(names), edgecolors="white", linewidth=0.6)
-    for k, name in enumerate(names):  # how far each layout holds the batch
-        last = np.where(made.fits[..., k].any(0), made.fits[..., k].sum(0), 0)
-        axes.step(np.arange(len(last) + 1), np.append(last, last[-1]), where="post", color=LINES.get(name, "#999999"),
-                  linewidth=2, linestyle="--" if k % 2 else "-", alpha=0.9)  # fmt: skip
+    rooms: dict[tuple[int, ...], list[int]] = {}  # layouts that hold the same have one line
+    for k in range(len(names)):
+        rooms.setdefault(tuple(made.fits[..., k].sum(0).tolist()), []).append(k)
+    lines = []
+    for n, (last, which) in enumerate(sorted(rooms.items())):
+        lines += axes.step(
+            np.arange(len(last) + 1), [*last, last[-1]], where="post", color="#222222", linewidth=1.8,
+            linestyle=("-", "--", ":", "-.")[n % 4], label=f"room of {', '.join(names[k] for k in which)}",
+        )  # fmt: skip
     lead = made.lead
     for i, j in np.argwhere(fastest >= 0):
         told = "" if not np.isfinite(lead[i, j]) else f"{100 * lead[i, j]:.0f}"
@@ -62,8 +67,7 @@ def _regimes(axes: "Axes", made: "RegimeMap", what: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     used = [k for k in range(len(names)) if (fastest == k).any()]
     patches = [Patch(color=to_rgba(LINES.get(names[k], "#999999"), 0.55), label=names[k]) for k in used]
-    axes.legend(handles=[*patches, Patch(facecolor="white", edgecolor="#BBBBBB", label="nothing fits")], fontsize=9,
-                loc="upper right")  # fmt: skip
+    axes.legend(handles=[*patches, *lines], fontsize=9, loc="upper right")
 
 
 def _times(axes: "Axes", found: Outlook) -> None:
@@ -115,7 +119,9 @@ def _switches(axes: "Axes", found: Outlook) -> None:
             )
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=0.1)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(
+        0, 1e3 * max(q.exposed for quotes in found.costs.values() for q in quotes) * 1e3
+    )  # room for the legend
     axes.set_xticks(SWITCHED, [tokens(n) for n in SWITCHED])
     axes.minorticks_off()
     axes.set_xlabel("context of each request")

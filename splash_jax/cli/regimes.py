@@ -27,7 +27,6 @@ BATCHES = tuple(2**i for i in range(11))
 SWITCHED = (16_384, 131_072, 1_048_576, MILLION)
 ROWS = (1, 512)  # of each request in a step: decode, and a chunk of a prompt
 ROWS_TOLD = f"steps of one row of each request (decode), and of {ROWS[1]} (chunks of prompts)"
-FLOAT8 = "float8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +59,7 @@ def look_ahead(
     """Price everything. Raises ConfigError for a model that cannot be served, and for one that fits in no layout."""
     from splash_jax.cost import ServedModel, StepModel, SwitchModel, capacity, load_hardware
     from splash_jax.cost.regimes import break_even, regime_map, switch_costs, wall_order
+    from splash_jax.cost.served import FLOAT8
     from splash_jax.errors import ConfigError
     from splash_jax.layouts import make_layout
     from splash_jax.layouts.specs import check_heads
@@ -69,21 +69,10 @@ def look_ahead(
     cfg, chip = _model(model, int(np.prod(list(mesh.values())))), load_hardware(hardware)
     layouts = [make_layout(name, mesh) for name in names]
     check_heads(layouts[0], cfg.num_heads)
-    served = cfg.dtype if dtype == "auto" else dtype
-    if served == FLOAT8:  # as the paper serves: latents with a scale per 128, rotary keys in two bytes
-        weight, kv_row, stored = (
-            1,
-            cfg.kv_lora_rank + 4 * -(-cfg.kv_lora_rank // 128) + 2 * cfg.qk_rope_head_dim,
-            "float8_e4m3fn",
-        )
-    elif served in ("bfloat16", "float32"):
-        weight = 2 if served == "bfloat16" else 4
-        kv_row, stored = weight * (cfg.kv_lora_rank + cfg.qk_rope_head_dim), served
-    else:
-        raise ConfigError(f"dtype must be auto, float32, bfloat16 or (with --hardware) float8, got {dtype!r}.")
-    state = state_bytes(
-        cfg, stored, layouts[0].size, KVShape(page_size=page_size, interleave=page_size, bytes_per_token=kv_row)
-    )
+    served = ServedModel.of(cfg, cfg.dtype if dtype == "auto" else dtype)
+    stored = "float8_e4m3fn" if dtype == FLOAT8 else cfg.dtype if dtype == "auto" else dtype
+    kv = KVShape(page_size=page_size, interleave=page_size, bytes_per_token=served.kv_bytes_per_token)
+    state = state_bytes(cfg, stored, layouts[0].size, kv)
     room = int(chip.hbm_bytes * fraction) if budget is None else budget
     capacities, refused = {}, {}
     for layout in layouts:
@@ -92,12 +81,9 @@ def look_ahead(
         except ConfigError as error:
             refused[str(layout)] = str(error)
     if not capacities:
-        smaller = "" if served == FLOAT8 else " --dtype float8 halves the weights."
+        smaller = "" if dtype == FLOAT8 else " --dtype float8 has smaller weights."
         raise ConfigError(f"{next(iter(refused.values()))}{smaller}")
-    steps = StepModel(
-        ServedModel(sizes=cfg, weight_bytes=weight, activation_bytes=max(2, weight), kv_bytes_per_token=kv_row),
-        layouts, chip,
-    )  # fmt: skip
+    steps = StepModel(served, layouts, chip)
     switches = SwitchModel(steps)
     context = 131_072
     walls = {
@@ -113,7 +99,8 @@ def look_ahead(
         one: capacity(state, one, page_size=page_size, budget=room) for one in pair if str(one) not in refused
     }
     return Outlook(
-        model=model, hardware=chip.name, dtype=served, budget=room, batch=batch, state=state, steps=steps,
+        model=model, hardware=chip.name, dtype=FLOAT8 if dtype == FLOAT8 else stored,
+        budget=room, batch=batch, state=state, steps=steps,
         switches=switches, capacities=capacities, refused=refused, trained=cfg.max_position_embeddings,
         maps={rows: regime_map(steps, capacities, CONTEXTS, BATCHES, rows) for rows in ROWS}, walls=walls, pair=pair,
         even=[break_even(steps_of_pair, room_of_pair, *pair, context) for context in SWITCHED],

@@ -98,7 +98,7 @@ def wall_order(
     def fits(n: int) -> bool:
         return held is not None and held.longest(n if batch is None else batch, layout) >= (context or n)
 
-    most = min(most, 1 << 20) if context is not None else most
+    most = min(most, 1 << 16) if context is not None else most
     if not fits(1):
         return [Wall(resource=CAPACITY, at=1)]
     last = most if fits(most) else _first(lambda n: not fits(n), 1, most)
@@ -125,7 +125,7 @@ class BreakEven:
     """Two layouts of requests of one length: one exchanges rows in every layer, the other keeps projections whole."""
 
     context: int
-    slower_from: int | None  # requests from which on the exchange costs more time than it saves; None: never
+    slower_from: int | None  # requests from which on the exchange costs more time than it saves; None: not up to 16,384
     requests: tuple[int, int]  # that fit in each
     gain: float  # of steps full of requests: throughput of the first over that of the second, less 1
 
@@ -140,7 +140,7 @@ def break_even(
     then in multiples of T, at which owners are even). What is left is room for more requests. `gain` weighs both, each
     layout with as many requests as it holds.
     """
-    T, most = steps.ranks, 1 << 17
+    T, most = steps.ranks, 1 << 14
 
     def slower(batch: int) -> bool:
         found = steps.seconds(Load.balanced(batch, context, T))

@@ -2,8 +2,9 @@
 
 The scheduler, the page pool, the planner of switches and the policy are the engine's own; only the step is not run but
 priced. A price is of the load at the beginning of a *stretch*: up to `every` steps in which the same requests draw a
-token each. The policy is asked at most once in `every` steps. Within a stretch steps are alike, so they are taken at
-once (`jump`); the outcome equals that of taking them one by one, to the last bit.
+token each. The policy is asked once in `every` steps, and at once when the number of requests has leapt. Within a
+stretch steps are alike, so they are taken at once (`jump`); the outcome equals that of taking them one by one, to the
+last bit.
 """
 
 import heapq
@@ -34,6 +35,7 @@ from splash_jax.scheduler import (
     decide,
     log_line,
 )
+from splash_jax.scheduler.policy import LEAP
 from splash_jax.simulate.traffic import Traffic
 
 
@@ -137,6 +139,7 @@ class Group:
         self._chunk: int | None = None
         self._start, self._taken, self._left = 0.0, 0, 0  # of the present stretch: its start, steps taken, steps left
         self._seconds, self._now, self._rows = 0.0, 0.0, 0
+        self._there = 0  # requests at the last decision
         self._alike = False  # whether the next step is like the last: a token of everyone, and nobody can be admitted
         while self._due or self.scheduler.unfinished:
             self._arrive()
@@ -177,8 +180,13 @@ class Group:
 
     def _decide(self) -> float:
         """Ask the policy where it is due, and make its switch. Returns the seconds that a switch adds to the step."""
-        if self.policy is None or (self._step and self._step - self._decided < self.deployment.every):
+        if self.policy is None:
             return 0.0
+        there = len(self.scheduler.running) + len(self.scheduler.waiting)
+        like = self._there <= LEAP * there and there <= LEAP * self._there
+        if like and self._step - self._decided < self.deployment.every:
+            return 0.0
+        self._there = there
         steps = max(1, self._step - self._decided)
         self._decided = self._step
         snapshot = self.observer.snapshot(

@@ -39,4 +39,6 @@ def hindsight(deployment: Deployment, outcome: Outcome) -> tuple[float, int, flo
             count, moving = count[came] + (came != here), moving[came] + switch[came, here]
         best = best + cost
     end = int(best.argmin())
+    if outcome.busy < best[end]:  # it switched between blocks, or while nothing ran and a switch was free
+        return outcome.busy, len(outcome.switches), sum(seconds for *_, seconds in outcome.switches)
     return float(best[end]), int(count[end]), float(moving[end])

@@ -3,6 +3,7 @@
 Both are `splash_jax.scheduler.Costs`, so the policy and the clock ask the same question.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +76,14 @@ class TableCosts:
 
 
 class ModelCosts:
-    """The cost model (`splash_jax.cost`) as a clock: a model served on a kind of hardware."""
+    """The cost model (`splash_jax.cost`) as a clock: a model served on a kind of hardware.
+
+    Switches are quoted for even loads on a grid of eighths of octaves, and kept: they change slowly.
+    """
 
     def __init__(self, steps: StepModel) -> None:
         self.layouts, self._steps, self._switches = steps.layouts, steps, SwitchModel(steps)
+        self._quoted: dict[tuple[Layout, int, int, int], Mapping[Layout, SwitchCost]] = {}
 
     def step_seconds(self, load: Load) -> Mapping[Layout, float]:
         """Seconds of one step of this load in every layout."""
@@ -86,4 +91,12 @@ class ModelCosts:
 
     def switch_seconds(self, src: Layout, load: Load) -> Mapping[Layout, SwitchCost]:
         """What a switch from `src` to every other layout adds within one step of this load (Eq. 7)."""
-        return {dst: SwitchCost(quote.exposed) for dst, quote in self._switches.quotes(src, load).items()}
+        means = len(load), load.context.mean(), load.new_rows.mean()
+        key = (src, *(round(math.log2(mean) * PER_OCTAVE) for mean in means))
+        if key not in self._quoted:
+            batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1:])
+            even = Load.balanced(batch, max(context, rows), self._steps.ranks, rows)
+            self._quoted[key] = {
+                dst: SwitchCost(quote.exposed) for dst, quote in self._switches.quotes(src, even).items()
+            }
+        return self._quoted[key]

@@ -22,11 +22,11 @@ def splash(*arguments: str):
 def test_a_trace_by_the_cost_model_with_all_its_files(tmp_path):
     out, plot, log = (tmp_path / name for name in ("ways.csv", "run.png", "run.jsonl"))
     done = splash(
-        "--traffic", AZURE, "--requests", "30", "--ways", "dp,policy", "--csv", str(out), "--plot", str(plot),
+        "--traffic", AZURE, "--requests", "12", "--ways", "dp,policy", "--csv", str(out), "--plot", str(plot),
         "--log", str(log),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "30 requests of azure" in done.output and "by the cost model" in done.output
+    assert "12 requests of azure" in done.output and "by the cost model" in done.output
     with out.open() as lines:
         rows = list(csv.DictReader(lines))
     assert [row["way"] for row in rows] == ["dp", "policy", "hindsight"]

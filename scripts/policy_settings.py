@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from splash_jax.simulate.surface import SURFACES, Relative
+from splash_jax.simulate.surface import SURFACES
 
 LAYOUTS = ("tp", "cp", "dp", "dop")
 STEPS = 1600
@@ -38,10 +38,9 @@ class Setting:
     """One setting, ready to run."""
 
     name: tuple[str, str, str, str]  # surface, workload, switch, estimate
+    load: Load
     true: np.ndarray  # [S, N, L] seconds of a step
     seen: np.ndarray  # [S, N, L] seconds as a rule estimates them
-    weights: np.ndarray  # [L, L] seconds of a switch that do not depend on the load
-    kv: np.ndarray  # [L, L] per-layer or whole seconds at SWITCH_TOKENS
     switch: np.ndarray  # [S, N, L, L] seconds of a switch from -> to before step n
     step_seconds: float  # mean over layouts
 
@@ -151,24 +150,25 @@ def bias(rng: np.random.Generator, load_xy: np.ndarray, size: float) -> np.ndarr
     return size * np.sqrt(2) * np.sin(2 * np.pi * along / length + phase)
 
 
-def make_setting(tables: Path, name: tuple[str, str, str, str], seeds: int, relative: Relative) -> Setting:
-    """Everything a rule meets in one setting; the same loads and noise for every rule."""
+def make_loads(workload: str, seeds: int) -> Load:
+    """The loads of every seed, the same for every surface, regime and rule."""
+    made = [make_load(workload, np.random.default_rng([seed, WORKLOADS.index(workload)])) for seed in range(seeds)]
+    return Load(batch=np.array([batch for batch, _ in made]), context=np.array([context for _, context in made]))
+
+
+def make_setting(tables: Path, name: tuple[str, str, str, str], load: Load, relative: np.ndarray) -> Setting:
+    """Everything a rule meets in one setting; `relative` are the surface's costs at the load [S, N, L]."""
     over, workload, switch, estimate = name
     noise, smooth = ESTIMATES[estimate]
     step = STEP_SECONDS[switch]
-    batches, contexts, errors = [], [], []
-    for seed in range(seeds):
-        rng = np.random.default_rng([seed, WORKLOADS.index(workload)])
-        batch, context = make_load(workload, rng)
-        batches.append(batch)
-        contexts.append(context)
+    errors = []
+    for seed, (batch, context) in enumerate(zip(load.batch, load.context, strict=True)):
         rng = np.random.default_rng([seed, WORKLOADS.index(workload), SURFACES.index(over), 7])
         error = rng.normal(0, 1, (len(batch), len(LAYOUTS))) * noise
         errors.append(error + bias(rng, np.stack([np.log(context), np.log(batch)], 1), smooth))
-    load = Load(batch=np.array(batches), context=np.array(contexts))
-    true = relative(load.batch, load.context) * step
+    true = relative * step
     weights, kv = switch_parts(tables, switch)
     return Setting(
-        name=name, true=true, seen=true * np.exp(np.array(errors)), weights=weights, kv=kv,
+        name=name, load=load, true=true, seen=true * np.exp(np.array(errors)),
         switch=switch_seconds(switch, weights, kv, load.tokens), step_seconds=step,
     )  # fmt: skip

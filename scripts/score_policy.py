@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from policy_rules import accumulated_regret, margin, optimum, total
-from policy_settings import ESTIMATES, LAYOUTS, SWITCHES, WORKLOADS, Setting, make_setting
+from policy_settings import ESTIMATES, LAYOUTS, SWITCHES, WORKLOADS, Setting, make_loads, make_setting
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -45,6 +45,10 @@ def decided(setting: Setting, policy: PolicyConfig) -> np.ndarray:
     path = np.empty(setting.seen.shape[:2], int)
     for seed in range(len(path)):
         seen, switch = setting.seen[seed].tolist(), setting.switch[seed].tolist()
+        batch, tokens = (
+            setting.load.batch[seed].round().astype(int).tolist(),
+            setting.load.tokens[seed].astype(int).tolist(),
+        )
         here = min(range(len(LAYOUTS)), key=seen[0].__getitem__)
         memory = Memory()
         now = 0.0
@@ -57,7 +61,16 @@ def decided(setting: Setting, policy: PolicyConfig) -> np.ndarray:
                 ]
             )  # fmt: skip
             decision = decide(
-                Snapshot(step=n, time=now, layout=LAYOUTS[here], quotes=quotes, policy=policy, memory=memory)
+                Snapshot(
+                    step=n,
+                    time=now,
+                    layout=LAYOUTS[here],
+                    quotes=quotes,
+                    requests=batch[n],
+                    tokens=tokens[n],
+                    policy=policy,
+                    memory=memory,
+                )
             )
             memory = decision.memory
             if type(decision.action) is Switch:
@@ -74,8 +87,10 @@ def score(tables: Path, names: list[tuple[str, str, str, str]], seeds: int, rule
     surfaces = {over: surface(tables / "table4_b200.csv", LAYOUTS, over) for over in {name[0] for name in names}}
     ratios: dict[tuple[tuple[str, str, str, str], str], float] = {}
     directions: dict[tuple[str, str], np.ndarray] = {}
+    loads = {workload: make_loads(workload, seeds) for workload in {name[1] for name in names}}
+    costs = {pair: surfaces[pair[0]](loads[pair[1]].batch, loads[pair[1]].context) for pair in {n[:2] for n in names}}
     for done, name in enumerate(names):
-        setting = make_setting(tables, name, seeds, surfaces[name[0]])
+        setting = make_setting(tables, name, loads[name[1]], costs[name[:2]])
         best = optimum(setting).sum()
         for rule in rules:
             path = RULES[rule](setting)
@@ -111,17 +126,20 @@ def main() -> None:
     began = time.perf_counter()
     ratios, directions = score(args.tables, names, seeds, list(RULES), progress=sys.stderr.isatty())
     console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 130))
+    console = Console(highlight=False, width=max(console.width, 112), soft_wrap=True)
     table = Table(title=f"Total time over the offline optimum: {len(names)} settings, {seeds} seeds", box=SIMPLE_HEAD)
-    for column in ("rule", "mean", "worst", *ESTIMATES, *SWITCHES, "worst setting"):
-        table.add_column(column, justify="left" if column in ("rule", "worst setting") else "right")
+    for column in ("rule", "mean", "worst", *ESTIMATES, *SWITCHES):
+        table.add_column(column, justify="left" if column == "rule" else "right")
+    worsts = []
     for rule in RULES:
         mine = {name: ratios[name, rule] for name in names}
         worst = max(mine, key=mine.__getitem__)
         parts = [[r for n, r in mine.items() if part in n] for part in (*ESTIMATES, *SWITCHES)]
         means = [f"{np.mean(part):.3f}" if part else "-" for part in parts]
-        table.add_row(rule, f"{np.mean(list(mine.values())):.4f}", f"{mine[worst]:.4f}", *means, ", ".join(worst))
+        table.add_row(rule, f"{np.mean(list(mine.values())):.4f}", f"{mine[worst]:.4f}", *means)
+        worsts.append(f"{rule}: worst with {', '.join(worst)}.")
     console.print(table)
+    console.print("\n".join(worsts))
     for switch in dict.fromkeys(name[2] for name in names):
         steps, moves = directions[switch, "ours"] / sum(name[2] == switch for name in names)
         (i, j), (k, m) = (np.unravel_index(part.argmax(), part.shape) for part in (steps, moves))

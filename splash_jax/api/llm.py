@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
+from splash_jax.cost import Load, ServedModel, SwitchQuote, load_hardware, quote_switch
 from splash_jax.engine import Engine, EngineConfig, StepRecord
 from splash_jax.engine.config import mesh_ranks
 from splash_jax.errors import LayoutError, PolicyError, RequestError, SplashError
@@ -137,6 +138,24 @@ class LLM:
                 pool.grow(str(i), count)
             return engine.plan(target, pool.manifest())
         return engine.plan(target, None if source == engine.layout else engine.plan(source).after)
+
+    def quote(
+        self, dst: str, *, hardware: str | Path, src: str | None = None, tokens: Sequence[int] | None = None
+    ) -> SwitchQuote:
+        """What the switch of `plan` would add to a decode step on `hardware`: in one step (Eq. 7), and spread.
+
+        `hardware` is a name in `configs/hardware`, or a TOML file like those. Raises what `plan` raises, and
+        `ConfigError` for a profile that is not there or not right.
+        """
+        blueprint, chip = self.engine.blueprint, load_hardware(hardware)
+        plan = self.plan(src, dst, tokens=tokens)
+        requests = plan.before.requests.values()
+        context = np.array([request.num_tokens + 1 for request in requests], np.int64)
+        home = np.array([request.home for request in requests], np.int64)
+        model = ServedModel.of(blueprint.model, blueprint.shapes.dtype)
+        return quote_switch(
+            model, plan.before.layout, plan.after.layout, Load(context, np.ones_like(context), home), chip
+        )
 
     def switch(self, dst: str, *, mode: str = "splash") -> SwitchPlan:
         """Switch to `dst` at the next step boundary, from any thread; returns the plan carried out.

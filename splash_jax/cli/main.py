@@ -10,6 +10,7 @@ from splash_jax.cli.generate import generate
 from splash_jax.cli.plan import plan
 from splash_jax.cli.preflight import preflight
 from splash_jax.cli.process import one_line_errors
+from splash_jax.cli.simulate import simulate
 
 EXAMPLES = """
 \b
@@ -38,6 +39,10 @@ app.command(epilog="\b\nExample:\n  splash preflight deepseek-v3.2 --hardware h2
     preflight
 )
 app.command(epilog="\b\nExample:\n  splash calibrate small -T 8 --name here")(calibrate)
+app.command(
+    epilog="\b\nExamples:\n  splash simulate deepseek-v3.2 --dtype float8 --traffic rollout --plot run.png"
+    "\n  splash simulate deepseek-v3.2 --dtype float8 --traffic azure:trace.csv --requests 5000 --groups 4 --workers 2"
+)(simulate)
 app.command(epilog="\b\nExample:\n  splash demo --out /tmp/splash_demo")(demo)
 
 

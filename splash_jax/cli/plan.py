@@ -45,16 +45,40 @@ def plan(
     max_num_seqs: Annotated[int, Option(help="Requests that run at once.")] = 16,
     block_size: Annotated[int, Option(help="Tokens per page.")] = 16,
     device_memory_bytes: Annotated[str | None, Option(metavar="SIZE", help="Per rank, e.g. 141G.")] = None,
-    dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Annotated[str, Option(help="auto, float32 or bfloat16; with --hardware also float8.")] = "auto",
+    hardware: Annotated[
+        str | None, Option(help="Price it on this: a name in configs/hardware, or a TOML file like those there.")
+    ] = None,
+    memory_fraction: Annotated[
+        float, Option(min=0.001, max=1.0, help="Of a device's memory, for everything (with --hardware).")
+    ] = 0.9,
     json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw the maps as a PNG (with --hardware).")] = None,
 ) -> None:
-    """Show the bytes of every layout and the plan of every switch between them."""
+    """Show the bytes of every layout and the plan of every switch between them.
+
+    With --hardware, also what they cost there: the regime map over contexts and batches, walls, and every switch in one
+    step and spread over several. MODEL may then be a name in configs/models too.
+    """
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
     check_json_target(json)
     if mesh is None and num_devices is None:
         raise typer.BadParameter("give the number of ranks, -T 8, or their axes, --mesh node=2,chip=4.")
     axes, ranks = mesh_and_ranks(mesh, num_devices)
+    if hardware is None and plot is not None:
+        raise typer.BadParameter("there is no map to draw without --hardware.", param_hint="--plot")
+    if hardware is not None:
+        if layouts or tokens or src or dst or max_model_len:
+            raise typer.BadParameter(
+                "prices every role and many batches; leave --layouts, --tokens, --src, --dst and --max-model-len out.",
+                param_hint="--hardware",
+            )
+        _price(
+            model, hardware, axes or {"rank": ranks}, dtype=dtype, batch=max_num_seqs, page_size=block_size,
+            fraction=memory_fraction, budget=budget, json=json, plot=plot,
+        )  # fmt: skip
+        return
     prepare_process(ranks)
     from splash_jax.engine import EngineConfig
 
@@ -79,6 +103,23 @@ def plan(
         _print(Console(highlight=False), title, counts, held, plans)
     if json is not None:
         write_json(json, _as_json(model, ranks, counts, held, plans))
+
+
+def _price(
+    model: str, hardware: str, mesh: "dict[str, int]", *, json: Path | None, plot: Path | None, **settings: Any
+) -> None:  # fmt: skip
+    from splash_jax.cli.regimes import look_ahead, outlook_json, print_outlook
+    from splash_jax.layouts import ROLES
+
+    found = look_ahead(model, hardware, mesh, tuple(ROLES), **settings)
+    if str(json) != "-":
+        print_outlook(Console(highlight=False), found)
+    if json is not None:
+        write_json(json, outlook_json(found))
+    if plot is not None:
+        from splash_jax.cli.maps import draw_outlook
+
+        draw_outlook(found, plot)
 
 
 def _layouts(config: "EngineConfig", every: bool, src: str | None, dst: str | None) -> tuple[str, ...]:

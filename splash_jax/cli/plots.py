@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 OWNERS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255")
 SHARED = "#BBBBBB"
 BANDS = {"dp": "#FDF3DC", "dop": "#E3F1E6", "tp": "#E4ECF8", "cp": "#F8E6EC"}
+MORE_BANDS = {"dcp": "#EFE3F3", "rep": "#E8E8E8"}
 PROJECTIONS, ALLOCATED, USED = "#DDAA33", "#BFD7EA", "#004488"
 MIB = 2**20
 

@@ -80,6 +80,14 @@ def in_bytes(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
+def in_ms(seconds: float) -> str:
+    """A duration as people read it, in milliseconds, in seconds from ten on."""
+    if seconds >= 9.995:
+        return f"{seconds:,.1f} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{milliseconds:.3g} ms"
+
+
 def check_json_target(target: Path | None) -> None:
     """Refuse, before a long run, a file that could not be written after it."""
     if target is None or str(target) == "-":

@@ -42,6 +42,10 @@ class MLASizes(Protocol):
     def vocab_size(self) -> int: ...
 
 
+WIDTHS = {"float32": 4, "bfloat16": 2, "float8": 1}  # bytes per weight
+FLOAT8 = "float8"  # quoted as the paper serves it; the engine does not serve it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A model and the widths it is served in."""
@@ -55,6 +59,21 @@ class ServedModel:
         for name in ("weight_bytes", "activation_bytes", "kv_bytes_per_token"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
+
+    @classmethod
+    def of(cls, sizes: MLASizes, dtype: str) -> "ServedModel":
+        """The model served in a dtype, history included. Raises ConfigError for one that is not in WIDTHS.
+
+        In float8 a latent has a float32 scale per 128 numbers, the rotary key and activations are bfloat16: 656 bytes
+        for DeepSeek-V3's history, its indexer's not counted.
+        """
+        if dtype not in WIDTHS:
+            raise ConfigError(f"dtype must be auto or one of {', '.join(WIDTHS)}, got {dtype!r}.")
+        width = WIDTHS[dtype]
+        row = width * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+        if dtype == FLOAT8:
+            row = sizes.kv_lora_rank + 4 * -(-sizes.kv_lora_rank // 128) + 2 * sizes.qk_rope_head_dim
+        return cls(sizes=sizes, weight_bytes=width, activation_bytes=max(2, width), kv_bytes_per_token=row)
 
     @property
     def query_width(self) -> int:

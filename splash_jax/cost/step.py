@@ -103,7 +103,7 @@ class StepModel:
                 counts = getattr(stage, what)
                 scale = times * count / (own if stage.attention else rate)
                 rows.append([scale * counts.get(name, 0.0) for name in LOADS])
-        received = dict.fromkeys(LOADS, 0.0)
+        received: dict[str, float] = dict.fromkeys(LOADS, 0.0)
         for count, stage in stages:
             received[stage.per] += share * count * sum(m.received for m in stage.messages)
         rows.append([received[name] / hardware.interconnect_bytes_per_s for name in LOADS])

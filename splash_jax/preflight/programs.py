@@ -6,7 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
+from splash_jax.configs import config_names
+from splash_jax.cost import load_hardware
 from splash_jax.engine.build import Progress
+from splash_jax.errors import TargetError
 from splash_jax.preflight.case import STEPS, Case
 from splash_jax.runtime import Programs, StepKey, SwitchKey
 from splash_jax.runtime.keys import Key
@@ -54,6 +57,9 @@ def switch_keys(case: Case) -> Iterator[SwitchKey]:
 
 def compile_case(case: Case, progress: Progress | None = None) -> dict[Key, Facts]:
     """Every program of a case. Raises TargetError where the compiler is missing or does not know the GPU."""
+    if case.hardware.target is None:
+        kinds = ", ".join(name for name in config_names("hardware") if load_hardware(name).target)
+        raise TargetError(f"{case.hardware.name} has no target that XLA could compile for from here; choose {kinds}.")
     programs = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes)
     keys: list[Key] = [*step_keys(case), *switch_keys(case)]
     found: dict[Key, Facts] = {}

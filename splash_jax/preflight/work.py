@@ -5,20 +5,13 @@ from splash_jax.ownership import Layout
 from splash_jax.preflight.case import Case
 
 
-def served_model(case: Case) -> ServedModel:
-    """The case's model in the dtype it is compiled in."""
-    width = 2 if case.shapes.dtype == "bfloat16" else 4
-    kv = case.shapes.kv.bytes_per_token
-    return ServedModel(sizes=case.model, weight_bytes=width, activation_bytes=width, kv_bytes_per_token=kv)
-
-
 def layer_work(case: Case, layout: Layout, step: str, kind: str) -> dict[str, Work]:
     """The stages of one layer of a step, by the named scope that its programs give them.
 
     Every rank has its even share. A prompt's rows see half of the context on average.
     """
     prompt = case.prefill_tokens if step == "prefill" else 0
-    groups, rows, model = layout.owner_groups, case.batch + prompt, served_model(case)
+    groups, rows, model = layout.owner_groups, case.batch + prompt, ServedModel.of(case.model, case.shapes.dtype)
     even = loads(
         model,
         rows=rows / groups,

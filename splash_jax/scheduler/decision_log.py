@@ -129,7 +129,7 @@ def _snapshot(values: dict[str, Any]) -> Snapshot:
 
 
 def _memory(values: dict[str, Any]) -> Memory:
-    return Memory(**values | {"switches": tuple(values["switches"])})
+    return Memory(**values | {"load": tuple(values["load"]), "switches": tuple(values["switches"])})
 
 
 def _decision(values: dict[str, Any]) -> Decision:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from splash_jax.errors import PolicyError
 from splash_jax.scheduler.snapshot import Choice, Decision, Idle, Memory, Quote, Run, Snapshot, Switch
 
+LEAP = 1.5  # a load that has changed by so much is another load
 CLEARLY = 4.0  # a predicted saving of so many times there and back is worth half the patience
 
 
@@ -84,7 +85,8 @@ def _remember(s: Snapshot, quotes: dict[str, Quote], best: dict[str, Choice]) ->
     memory, present = s.memory, best.get(s.layout)
     if present is None:  # nothing to compare with: what the regrets were against is gone
         return Memory(switches=memory.switches, last_switch=memory.last_switch), {}
-    kinds = memory.costs
+    leapt = _leapt(s, memory)
+    kinds: Mapping[str, Mapping[str, float]] = {} if leapt else memory.costs
     before: Mapping[str, float] = kinds.get(s.kind, {})
     old = s.policy.old if s.steps == 1 else s.policy.old**s.steps
     raw = {}
@@ -107,10 +109,20 @@ def _remember(s: Snapshot, quotes: dict[str, Quote], best: dict[str, Choice]) ->
         regret = -far if stale else memory.regrets.get(name, -far)
         regrets[name] = min(max(regret, -far), far) + s.steps * ahead[name]
     remembered = Memory(
-        layout=s.layout, costs={**kinds, s.kind: costs}, regrets=regrets, switches=memory.switches,
+        layout=s.layout, costs={**kinds, s.kind: costs},
+        load=(s.requests, s.tokens) if leapt or not before else memory.load, regrets=regrets, switches=memory.switches,
         last_switch=memory.last_switch, waited=memory.waited,
     )  # fmt: skip
     return remembered, ahead
+
+
+def _leapt(s: Snapshot, memory: Memory) -> bool:
+    """Whether the load is another than that which costs were smoothed over: what was true there says nothing here."""
+    requests, tokens = memory.load
+    return not (
+        requests <= LEAP * s.requests and s.requests <= LEAP * requests
+        and tokens <= LEAP * s.tokens and s.tokens <= LEAP * tokens
+    )  # fmt: skip
 
 
 def _half_way(s: Snapshot, quote: Quote, step: float) -> float:
@@ -221,5 +233,11 @@ def _switched(s: Snapshot, memory: Memory, target: str) -> Memory:
         regrets[s.layout] = -base
     recent = tuple(t for t in memory.switches if s.time - t < s.policy.window_seconds)
     return Memory(
-        layout=target, costs=memory.costs, regrets=regrets, switches=(*recent, s.time), last_switch=s.step, waited=0.0
+        layout=target,
+        costs=memory.costs,
+        load=memory.load,
+        regrets=regrets,
+        switches=(*recent, s.time),
+        last_switch=s.step,
+        waited=0.0,
     )

@@ -180,10 +180,13 @@ class Observer:
 
 def _load(running: Sequence[Request], pool: PagePool) -> Load:
     """The running requests as the next step sees them: one row of each that draws, all missing rows of a prompt."""
-    rows = [1 if not r.prefilling else max(1, r.known - r.computed) for r in running]
-    context = [r.computed + n for r, n in zip(running, rows, strict=True)]
-    home = [pool.home(r.name) for r in running]
-    return Load(np.array(context, np.int64), np.array(rows, np.int64), np.array(home, np.int64))
+    rows, context = np.empty(len(running), np.int64), np.empty(len(running), np.int64)
+    home = np.empty(len(running), np.int64)
+    for i, request in enumerate(running):
+        missing = len(request.prompt_ids) + len(request.output_ids) - request.computed
+        rows[i] = missing if missing > 1 else 1
+        context[i], home[i] = request.computed, pool.home(request.name)
+    return Load(context + rows, rows, home)
 
 
 def _dealt(load: Load, ranks: int) -> Load:

@@ -82,6 +82,7 @@ class Memory:
 
     layout: str = ""  # that it believes to be in; regrets are against this one
     costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # kind -> layout -> smoothed log of seconds
+    load: tuple[int, int] = (0, 0)  # requests and tokens when costs began to be smoothed
     regrets: Mapping[str, float] = field(default_factory=dict)  # layout -> seconds
     switches: tuple[float, ...] = ()  # times of recent switches, oldest first
     last_switch: int | None = None  # step of the latest

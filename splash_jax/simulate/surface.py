@@ -1,6 +1,5 @@
 """Measured step costs of several layouts as smooth functions of the load."""
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 from scipy.interpolate import RBFInterpolator
 from scipy.spatial import ConvexHull
 
+from splash_jax.cost.tables import read_table
 from splash_jax.errors import ConfigError
 
 SURFACES = ("BxL", "B,L")  # over batch times context, or over both
@@ -15,37 +15,18 @@ SMOOTHING = 0.3
 Relative = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def read_throughput(table: Path, layouts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Loads [N, 2] as (input length, batch) and throughput [N, L] of a CSV file with columns input_len, B and layouts.
-
-    The tables 4 and 5 of arXiv 2609.37626 have this form. Raises `ConfigError` naming the file and what is wrong.
-    """
-    try:
-        with table.open(encoding="utf-8", newline="") as lines:
-            rows = list(csv.DictReader(lines))
-    except OSError as error:
-        raise ConfigError(f"{table} cannot be read: {error.strerror}.") from error
-    needed = ("input_len", "B", *layouts)
-    if not rows or (missing := [name for name in needed if name not in rows[0]]):
-        lacking = ", ".join(needed if not rows else missing)
-        raise ConfigError(f"{table} has no column {lacking}; a table of throughput has input_len, B and every layout.")
-    try:
-        values = np.array([[float(row[name]) for name in needed] for row in rows])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{table} has an entry that is no number: {error}.") from error
-    if not (values > 0).all() or not np.isfinite(values).all():
-        raise ConfigError(f"{table} has an entry that is not above 0; lengths, batches and throughputs are.")
-    return values[:, :2], values[:, 2:]
-
-
 def surface(table: Path, layouts: Sequence[str], over: str = "B,L") -> Relative:
     """Relative step costs fitted to measured throughput: of batch [..] and mean context [..] to costs [.., L].
 
     The mean over layouts is 1. Thin plates through the logs of seconds per token, lightly smoothed, and clipped to the
-    hull of what was measured: outside it, the nearest measured load answers. `over` is one of `SURFACES`.
+    hull of what was measured: outside it, the nearest measured load answers. `over` is one of `SURFACES`. `table` is
+    what `cost.read_table` reads. Raises `ConfigError` for a file that is none, or lacks a layout.
     """
-    loads, throughput = read_throughput(table, layouts)
-    where, costs = np.log(loads), -np.log(throughput)
+    measured = read_table(table)
+    if missing := [name for name in layouts if name not in measured.layouts]:
+        raise ConfigError(f"{table} has {', '.join(measured.layouts)}; it lacks {', '.join(missing)}. Leave these out.")
+    where = np.log(np.stack([measured.inputs, measured.batches], 1).astype(float))
+    costs = -np.log(measured.throughput[:, [measured.layouts.index(name) for name in layouts]])
     costs -= costs.mean(1, keepdims=True)
     if over == "BxL":
         where = where.sum(1, keepdims=True)

@@ -12,9 +12,28 @@ from splash_jax.errors import ConfigError
 @pytest.mark.parametrize("name", config_names("hardware"))
 def test_every_profile_is_whole(name):
     found = load_hardware(name)
+    assert found.hbm_bytes > 1e9 and 1e-6 < found.message_latency_s < 1e-3
+    assert found.hbm_bytes_per_s < found.bf16_flops_per_s
+    assert all(len(text) > 20 for text in found.provenance.values())
+    assert (found.kv_rate, found.attention_rate) == (found.hbm_bytes_per_s, found.bf16_flops_per_s)
+
+
+@pytest.mark.parametrize("name", ["b200", "h200"])
+def test_a_profile_agrees_with_its_target(name):
+    found = load_hardware(name)
+    assert found.target is not None
     assert found.target.read_text().rstrip().endswith(f'device_description_str: "{_described(found.target)}"')
     assert f"device_memory_size: {found.hbm_bytes:.0f}\n" in found.target.read_text()
-    assert 1e11 < found.interconnect_bytes_per_s < found.hbm_bytes_per_s < found.bf16_flops_per_s
+    assert 1e11 < found.interconnect_bytes_per_s < found.hbm_bytes_per_s
+
+
+def test_profiles_say_what_they_are():
+    """The paper's has no target to compile for, and says where it comes from; ranks of a CPU share its cores."""
+    dcu, cpu = load_hardware("dcu"), load_hardware("cpu")
+    assert dcu.target is None and not dcu.ranks_share_device
+    told = [text for key, text in dcu.provenance.items() if "paper" in text]
+    assert len(told) >= 4 and dcu.provenance["hbm_bytes_per_s"].startswith("Assumption")
+    assert cpu.ranks_share_device and sum("Measured" in text for text in cpu.provenance.values()) == 4
 
 
 def _described(target: Path) -> str:
@@ -23,7 +42,7 @@ def _described(target: Path) -> str:
 
 
 def test_an_unknown_name_lists_those_that_exist():
-    with pytest.raises(ConfigError, match=r"no hardware config is named 'tpu'; there are: b200, h200\."):
+    with pytest.raises(ConfigError, match=r"no hardware config is named 'tpu'; there are: b200, cpu, dcu, h200\."):
         load_hardware("tpu")
     with pytest.raises(ConfigError, match=r"no hardware config is named '\.\./models/x'"):
         load_hardware("../models/x")
@@ -41,6 +60,10 @@ def test_an_unknown_name_lists_those_that_exist():
         ('\nhbm_bytes = "', '\nother = "', "provenance does not say where hbm_bytes come from"),
         ("h200_141gb_hbm3e.txtpb", "h2oo.txtpb", "'nvidia_h2oo.txtpb' is no file beside it; there are: "),
         ("hbm_bytes = 1513", "hbm_bytes = = 1513", "not TOML"),
+        ("hbm_bytes = ", "ranks_share_device = 1\nhbm_bytes = ", "ranks_share_device is 1, expected true or false"),
+        ("hbm_bytes = ", "kv_bytes_per_s = 0\nhbm_bytes = ", "kv_bytes_per_s is 0, expected a finite number above 0"),
+        ("hbm_bytes = ", "step_overhead_s = 1e-4\nhbm_bytes = ", "does not say where step_overhead_s come from"),
+        ('target = "nvidia', 'target = 3 # "nvidia', "target is 3, expected text"),
     ],
 )
 def test_a_profile_is_checked_whole(tmp_path, old, new, words):
@@ -56,6 +79,20 @@ def test_a_profile_is_checked_whole(tmp_path, old, new, words):
     with pytest.raises(ConfigError) as refusal:
         load_hardware(file)
     assert words in str(refusal.value)
+
+
+def test_what_a_profile_may_leave_out(tmp_path):
+    source = config_file("hardware", "h200")
+    text = "".join(line for line in source.read_text().splitlines(True) if not line.startswith("target"))
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        text.replace("[provenance]", "kv_bytes_per_s = 1e12\nstep_overhead_s = 0\n\n[provenance]\n"
+                     'kv_bytes_per_s = "guessed"\nstep_overhead_s = "guessed"')
+    )  # fmt: skip
+    found = load_hardware(file)
+    assert (found.target, found.kv_rate, found.attention_rate, found.step_overhead_s) == (None, 1e12, 9.89e14, 0)
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read: No such file"):
+        load_hardware("nowhere.toml")
 
 
 def test_rooflines():

@@ -15,6 +15,7 @@ from splash_jax.errors import ConfigError, RequestError
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.models.config import ModelConfig
 from splash_jax.ownership import Bucket
+from splash_jax.preflight.case import read_model
 from tests.support import SMALL
 
 H200 = load_hardware("h200")
@@ -179,3 +180,16 @@ def test_what_no_rank_or_mesh_has_is_refused():
         StepModel(MODEL, [LAYOUTS[0], HYBRIDS[0]], H200)
     with pytest.raises(ConfigError, match="weight_bytes must be above 0, got 0"):
         replace(MODEL, weight_bytes=0)
+    with pytest.raises(ConfigError, match="dtype must be auto or one of float32, bfloat16, float8, got 'int4'"):
+        ServedModel.of(MODEL.sizes, "int4")
+
+
+def test_a_model_is_served_in_a_dtype():
+    assert ServedModel.of(MODEL.sizes, "float32") == MODEL
+    v3 = read_model("deepseek-v3.2")
+    widths = {dtype: ServedModel.of(v3, dtype) for dtype in ("bfloat16", "float8")}
+    assert {k: (m.weight_bytes, m.activation_bytes, m.kv_bytes_per_token) for k, m in widths.items()} == {
+        "bfloat16": (2, 2, 1152),
+        "float8": (1, 2, 656),
+    }
+    assert widths["float8"].placed_projection_weights == 164 * 2**20  # Q-B, KV-B and O of Eq. 9

@@ -52,7 +52,8 @@ def _regimes(axes: "Axes", made: "RegimeMap", what: str) -> None:
     lines = []
     for n, (last, which) in enumerate(sorted(rooms.items())):
         lines += axes.step(
-            np.arange(len(last) + 1), [*last, last[-1]], where="post", color="#222222", linewidth=1.8,
+            np.arange(len(last) + 1), [*last, last[-1]], where="post", linewidth=2,
+            color=LINES.get(names[which[0]], "#222222"),
             linestyle=("-", "--", ":", "-.")[n % 4], label=f"room of {', '.join(names[k] for k in which)}",
         )  # fmt: skip
     lead = made.lead

@@ -92,8 +92,9 @@ def cheapest_spread(moving: Sequence[float], compute: Sequence[float]) -> tuple[
     if alone.exposed_total > 0:
         return 1, alone
     least = min(map(float.__add__, map(float, moving), map(float, compute)))
-    most = len(moving) if least == 0 else min(len(moving), int(sum(compute) / least) + 1)
-    for k in range(most, 1, -1):
+    total, count = sum(compute), len(moving)
+    most = count if least * count <= total else int(total / least) + 1
+    for k in range(min(most, count), 1, -1):
         spread = spread_over_steps(moving, compute, k)
         if spread.exposed_total == 0:
             return k, spread

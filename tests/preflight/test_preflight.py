@@ -129,6 +129,13 @@ def test_b200_needs_a_newer_jax():
             compile_case(case)
 
 
+def test_hardware_without_a_target_is_refused_with_those_that_have_one():
+    with pytest.raises(
+        TargetError, match=r"BW1000 DCU has no target that XLA could compile for .*; choose b200, h200\."
+    ):
+        compile_case(small_case(("tp", "dop"), "dcu", **DENSE))
+
+
 @pytest.mark.parametrize(("name", "layers", "projections"), [("deepseek-v3.2", 61, 328), ("glm-5.3", 78, 284)])
 def test_models_at_full_size_agree_with_eq_9(name, layers, projections):
     case = draw_case(

@@ -25,6 +25,7 @@ from splash_jax.runtime import SwitchMode
 from splash_jax.scheduler import (
     Decision,
     Memory,
+    ModelCosts,
     Observer,
     Request,
     Schedule,
@@ -35,7 +36,6 @@ from splash_jax.scheduler import (
     explain,
     log_line,
 )
-from splash_jax.scheduler.priced import ModelCosts
 
 log = logging.getLogger("splash_jax")
 
@@ -113,13 +113,7 @@ def _load(schedule: Schedule, pool: PagePool) -> Load:
 
 def step_model(blueprint: Blueprint, hardware: Hardware) -> StepModel:
     """The cost model of an engine's steps, padded to its buckets."""
-    width = jax.numpy.dtype(blueprint.shapes.dtype).itemsize
-    served = ServedModel(
-        sizes=blueprint.model,
-        weight_bytes=width,
-        activation_bytes=width,
-        kv_bytes_per_token=blueprint.shapes.kv.bytes_per_token,
-    )
+    served = ServedModel.of(blueprint.model, blueprint.shapes.dtype)
     return StepModel(served, list(blueprint.layouts.values()), hardware, blueprint.buckets)
 
 

@@ -4,6 +4,7 @@ from splash_jax.scheduler.decision_log import explain, log_line, replay
 from splash_jax.scheduler.lifetimes import Lifetimes
 from splash_jax.scheduler.params import SamplingParams
 from splash_jax.scheduler.policy import decide
+from splash_jax.scheduler.priced import ModelCosts
 from splash_jax.scheduler.quotes import Costs, Observer, SwitchCost
 from splash_jax.scheduler.request import Request, Status
 from splash_jax.scheduler.residuals import Residuals
@@ -28,6 +29,7 @@ __all__ = [
     "Idle",
     "Lifetimes",
     "Memory",
+    "ModelCosts",
     "Observer",
     "PolicyConfig",
     "Quote",

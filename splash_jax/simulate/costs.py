@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from splash_jax.cost import Load, StepModel, SwitchModel
+from splash_jax.cost import Load, StepModel
 from splash_jax.errors import ConfigError
 from splash_jax.ownership import Layout
-from splash_jax.scheduler import SwitchCost
+from splash_jax.scheduler import ModelCosts, SwitchCost
 from splash_jax.simulate.surface import surface
 
 PER_OCTAVE = 8
@@ -75,19 +75,19 @@ class TableCosts:
         return np.exp(low * (1 - u) + high * u)
 
 
-class ModelCosts:
+class ModelClock:
     """The cost model (`splash_jax.cost`) as a clock: a model served on a kind of hardware.
 
     Switches are quoted for even loads on a grid of eighths of octaves, and kept: they change slowly.
     """
 
     def __init__(self, steps: StepModel) -> None:
-        self.layouts, self._steps, self._switches = steps.layouts, steps, SwitchModel(steps)
+        self.layouts, self._costs, self._ranks = steps.layouts, ModelCosts(steps), steps.ranks
         self._quoted: dict[tuple[Layout, int, int, int], Mapping[Layout, SwitchCost]] = {}
 
     def step_seconds(self, load: Load) -> Mapping[Layout, float]:
         """Seconds of one step of this load in every layout."""
-        return {layout: estimate.seconds for layout, estimate in self._steps.seconds(load).items()}
+        return self._costs.step_seconds(load)
 
     def switch_seconds(self, src: Layout, load: Load) -> Mapping[Layout, SwitchCost]:
         """What a switch from `src` to every other layout adds within one step of this load (Eq. 7)."""
@@ -95,8 +95,6 @@ class ModelCosts:
         key = (src, *(round(math.log2(mean) * PER_OCTAVE) for mean in means))
         if key not in self._quoted:
             batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1:])
-            even = Load.balanced(batch, max(context, rows), self._steps.ranks, rows)
-            self._quoted[key] = {
-                dst: SwitchCost(quote.exposed) for dst, quote in self._switches.quotes(src, even).items()
-            }
+            even = Load.balanced(batch, max(context, rows), self._ranks, rows)
+            self._quoted[key] = self._costs.switch_seconds(src, even)
         return self._quoted[key]

@@ -83,7 +83,7 @@ class ModelCosts:
 
     def __init__(self, steps: StepModel) -> None:
         self.layouts, self._steps, self._switches = steps.layouts, steps, SwitchModel(steps)
-        self._quoted: dict[tuple[Layout, int, int, int], Mapping[Layout, SwitchCost]] = {}
+        self._quoted: dict[tuple[Layout, tuple[int, ...]], Mapping[Layout, SwitchCost]] = {}
 
     def step_seconds(self, load: Load) -> Mapping[Layout, float]:
         """Seconds of one step of this load in every layout."""
@@ -92,9 +92,9 @@ class ModelCosts:
     def switch_seconds(self, src: Layout, load: Load) -> Mapping[Layout, SwitchCost]:
         """What a switch from `src` to every other layout adds within one step of this load (Eq. 7)."""
         means = len(load), load.context.mean(), load.new_rows.mean()
-        key = (src, *(round(math.log2(mean) * PER_OCTAVE) for mean in means))
+        key = (src, tuple(round(math.log2(mean) * PER_OCTAVE) for mean in means))
         if key not in self._quoted:
-            batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1:])
+            batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1])
             even = Load.balanced(batch, max(context, rows), self._steps.ranks, rows)
             self._quoted[key] = {
                 dst: SwitchCost(quote.exposed) for dst, quote in self._switches.quotes(src, even).items()

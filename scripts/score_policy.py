@@ -14,7 +14,7 @@ import argparse
 import csv
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def decided(setting: Setting, policy: PolicyConfig) -> np.ndarray:
     return path
 
 
-def score(tables: Path, names: list[tuple[str, str, str, str]], seeds: int, rules: list[str], progress: bool):
+def score(tables: Path, names: Sequence[tuple[str, str, str, str]], seeds: int, rules: list[str], progress: bool):
     """(setting, rule) -> total over optimum; (switch, rule) -> seconds lost and times taken of every direction."""
     surfaces = {over: surface(tables / "table4_b200.csv", LAYOUTS, over) for over in {name[0] for name in names}}
     ratios: dict[tuple[tuple[str, str, str, str], str], float] = {}

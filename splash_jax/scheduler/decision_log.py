@@ -129,7 +129,9 @@ def _snapshot(values: dict[str, Any]) -> Snapshot:
 
 
 def _memory(values: dict[str, Any]) -> Memory:
-    return Memory(**values | {"load": tuple(values["load"]), "switches": tuple(values["switches"])})
+    known: dict[str, Any] = dict(values)
+    known["load"], known["switches"] = tuple(values["load"]), tuple(values["switches"])
+    return Memory(**known)
 
 
 def _decision(values: dict[str, Any]) -> Decision:

@@ -47,7 +47,7 @@ class Request:
     @property
     def total(self) -> int:
         """Tokens there will be once everything in flight is read."""
-        return self.known + self.in_flight
+        return len(self.prompt_ids) + len(self.output_ids) + self.in_flight
 
     @property
     def drawn_all(self) -> bool:
@@ -59,7 +59,8 @@ class Request:
         """Whether rows other than the last token's are still to be computed."""
         if self.score:
             return self.computed < self.known
-        return self.computed < self.total - 1 or self.total == len(self.prompt_ids)
+        total = self.total
+        return self.computed < total - 1 or total == len(self.prompt_ids)
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop - 1, all known."""

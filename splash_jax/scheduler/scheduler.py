@@ -77,15 +77,20 @@ class Scheduler:
             raise ValueError(f"chunk is {chunk}: prompts would never run. Give 1 or more, or None.")
         step = _Step(pool, [_Side(layout, self._buckets(layout)) for layout in pool.layouts], chunk)
         preempted: list[Request] = []
-        for request in [r for r in self.running if not r.prefilling and not r.drawn_all]:
+        prompts: list[Request] = []
+        drawing: list[Request] = []
+        for request in self.running:
+            (prompts if request.prefilling else drawing).append(request)
+        for request in [r for r in drawing if not r.drawn_all]:
             if request.status is not Status.RUNNING or not step.has_row(request):
                 continue
             while request.status is Status.RUNNING and pool.shortfall(request.name, request.computed + 1):
                 preempted.append(self._preempt_youngest(pool, request))
             if request.status is Status.RUNNING:
                 step.take(request, 1, draws=True)
-        for request in [r for r in self.running if r.prefilling]:
-            self._prefill(step, request)
+        for request in prompts:
+            if request.status is Status.RUNNING:
+                self._prefill(step, request)
         if not preempted:
             self._admit(step)
         return Schedule(chunks=tuple(step.chunks), buckets=step.buckets(switching), preempted=tuple(preempted))

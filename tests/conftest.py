@@ -16,7 +16,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Tests compile much and run little. This is LLVM's level; XLA's own passes, which decide what is computed, stay on.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+# And on a busy machine a collective may wait long for all of its threads before that is a deadlock.
+OWN_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=300"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
 
 import jax  # noqa: E402
 

@@ -146,7 +146,7 @@ def test_the_walk_notices_a_source_that_is_kept(llm: LLM, monkeypatch: pytest.Mo
 def test_a_walk_of_200_switches_over_all_directions(
     request: pytest.FixtureRequest, small: Path, alone: LLM, ranks: int
 ) -> None:
-    """All thirty on four ranks; on eight those between the paper's layouts, for one process cannot hold all programs."""
+    """All thirty on four ranks, twelve on eight: one process cannot hold many more programs."""
     llm = request.getfixturevalue("llm") if ranks == 4 else make_llm(small, num_devices=ranks)
     since = len(llm.records)
     judge(llm, alone, walk(llm, 200, ranks), 200, since)

@@ -133,7 +133,8 @@ def _deployment(
     from splash_jax.ownership import KVShape
     from splash_jax.preflight.case import read_model
     from splash_jax.runtime import state_bytes
-    from splash_jax.simulate import Deployment, ModelClock, TableCosts, TableScale, buckets_of
+    from splash_jax.scheduler import ModelCosts
+    from splash_jax.simulate import Deployment, TableCosts, TableScale, buckets_of
 
     cfg, chip = read_model(model), load_hardware(hardware)
     names = dict.fromkeys(name.strip() for name in layouts.split(","))
@@ -146,7 +147,7 @@ def _deployment(
     pages = {one: capacity(state, one, page_size=block_size, budget=budget).pages for one in made}
     buckets = buckets_of(made, slots, prefill_tokens, 64)
     if table is None:
-        costs = ModelClock(StepModel(served, made, chip))
+        costs = ModelCosts(StepModel(served, made, chip))
     else:
         costs = TableCosts(table, made, TableScale(decode_step=decode_step, switch=switch_seconds))
     return Deployment(

@@ -2,7 +2,7 @@
 
 from splash_jax.simulate import traffic
 from splash_jax.simulate.compare import Row, Way, by_thresholds, compare, layout_named, run_one, ways_of
-from splash_jax.simulate.costs import ModelClock, TableCosts, TableScale
+from splash_jax.simulate.costs import TableCosts, TableScale
 from splash_jax.simulate.group import Deployment, Group, Outcome, Stretch, buckets_of
 from splash_jax.simulate.optimum import hindsight
 from splash_jax.simulate.traffic import Traffic
@@ -10,7 +10,6 @@ from splash_jax.simulate.traffic import Traffic
 __all__ = [
     "Deployment",
     "Group",
-    "ModelClock",
     "Outcome",
     "Row",
     "Stretch",

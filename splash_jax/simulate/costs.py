@@ -1,19 +1,18 @@
-"""Clocks of a simulation: what a step and a switch take, from measured tables or from the cost model.
+"""A clock of a simulation: what a step and a switch take, from measured tables.
 
-Both are `splash_jax.scheduler.Costs`, so the policy and the clock ask the same question.
+It is a `splash_jax.scheduler.Costs` as the cost model's is, so the policy and the clock ask the same question.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from splash_jax.cost import Load, StepModel
+from splash_jax.cost import Load
 from splash_jax.errors import ConfigError
 from splash_jax.ownership import Layout
-from splash_jax.scheduler import ModelCosts, SwitchCost
+from splash_jax.scheduler import SwitchCost
 from splash_jax.simulate.surface import surface
 
 PER_OCTAVE = 8
@@ -73,28 +72,3 @@ class TableCosts:
         low = g[i, j] * (1 - v) + g[i, j + 1] * v
         high = g[i + 1, j] * (1 - v) + g[i + 1, j + 1] * v
         return np.exp(low * (1 - u) + high * u)
-
-
-class ModelClock:
-    """The cost model (`splash_jax.cost`) as a clock: a model served on a kind of hardware.
-
-    Switches are quoted for even loads on a grid of eighths of octaves, and kept: they change slowly.
-    """
-
-    def __init__(self, steps: StepModel) -> None:
-        self.layouts, self._costs, self._ranks = steps.layouts, ModelCosts(steps), steps.ranks
-        self._quoted: dict[tuple[Layout, int, int, int], Mapping[Layout, SwitchCost]] = {}
-
-    def step_seconds(self, load: Load) -> Mapping[Layout, float]:
-        """Seconds of one step of this load in every layout."""
-        return self._costs.step_seconds(load)
-
-    def switch_seconds(self, src: Layout, load: Load) -> Mapping[Layout, SwitchCost]:
-        """What a switch from `src` to every other layout adds within one step of this load (Eq. 7)."""
-        means = len(load), load.context.mean(), load.new_rows.mean()
-        key = (src, *(round(math.log2(mean) * PER_OCTAVE) for mean in means))
-        if key not in self._quoted:
-            batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1:])
-            even = Load.balanced(batch, max(context, rows), self._ranks, rows)
-            self._quoted[key] = self._costs.switch_seconds(src, even)
-        return self._quoted[key]

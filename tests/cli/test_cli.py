@@ -185,7 +185,7 @@ def test_plan_gives_a_refusal_its_row_and_its_reason(capsys):
     out = capsys.readouterr().out
     assert re.search(r"\bdp -> tp +refused \*", out)
     assert "* dp refused: layout dp does not fit: 4194304 bytes per rank lack" in out
-    assert "* dop -> tp refused: switch dop -> tp does not fit: rank 0 needs 52 pages and has 26" in out
+    assert "* dop -> tp refused: switch dop -> tp does not fit: rank 0 needs 52 pages and has 23" in out
 
 
 WITHOUT_DEVICES = """

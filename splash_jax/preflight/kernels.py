@@ -1,0 +1,38 @@
+"""One kernel compiled for a GPU that is not here, and what the compiler made of it."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.compiled import KernelFacts, dump_options, read_kernels
+from splash_jax.cost import load_hardware
+from splash_jax.runtime.target import clear_compile_errors, target_mesh
+
+
+def compile_kernels(chip: str, function: Callable[..., Any], *args: Any) -> dict[str, KernelFacts]:
+    """The GPU kernels of `function` on one GPU of configs/hardware/<chip>.toml, by name.
+
+    Args:
+      args: arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises TargetError where the compiler is missing or does not know the chip.
+    """
+    mesh = target_mesh(load_hardware(chip).target, {"rank": 1})
+    here = NamedSharding(mesh, P())
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
+    # From JAX 0.11 on the Triton backend asks which device it lowers for.
+    named = getattr(jax.sharding, "use_abstract_mesh", None) if jax.__version_info__ >= (0, 11) else None
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(clear_compile_errors())
+        if named is not None:
+            stack.enter_context(named(mesh.abstract_mesh))
+        options = dump_options(folder) | {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS say
+        jax.jit(function).lower(*structs).compile(compiler_options=options)
+        return read_kernels(folder)

@@ -1,0 +1,50 @@
+"""Every tuned variant compiled for its GPU: the instructions it stands on are there, and it got no fatter."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.mla_decode.tuning import entry_for
+from splash_jax.preflight.kernels import compile_kernels
+
+MMA = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"}
+
+
+def variant(chip: str, rows: str, heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """DeepSeek-V3's latent rows, pages of 64: the table's entry, and the kernels made of it."""
+    pool = jax.ShapeDtypeStruct((1000, 64, 656 if rows == "fp8" else 576), jnp.uint8 if rows == "fp8" else jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
+    pages, held = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    decode = partial(mla_decode, value_width=512, backend="triton", chip=chip)
+    return entry_for(chip, "triton", rows, heads), compile_kernels(chip, decode, q, pool, pages, held)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads"),
+    [
+        ("plain", 128),
+        ("fp8", 16),
+        *(pytest.param(r, h, marks=pytest.mark.slow) for r in ("plain", "fp8") for h in (16, 32, 64, 128)),
+    ],
+)
+def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):
+    entry, kernels = variant(chip, rows, heads)
+    config, evidence, kernel = entry["config"], entry["evidence"], kernels["mla_decode_items"]
+    assert {name for name in MMA if kernel.instructions[name]} == {evidence["mma"]}
+    assert kernel.instructions["cp.async.cg"], "the gather is not pipelined"
+    assert bool(kernel.instructions["cvt.rn.f16x2.e4m3x2"]) == (rows == "fp8")
+    assert kernel.threads == 32 * config["warps"]
+    if evidence["jax"] == jax.__version__:
+        found = {"registers": kernel.registers, "spill_bytes": kernel.spills, "smem_bytes": kernel.smem}
+        assert all(found[key] <= evidence[key] for key in found), (found, evidence)
+    resident = CHIPS[chip].blocks_resident(registers=kernel.registers, smem=kernel.smem, threads=kernel.threads)
+    assert resident == evidence["blocks_per_sm"]
+    blocks = max(1, heads // config["block_heads"])
+    assert config["workers"] == resident * CHIPS[chip].sms // blocks
+    merge = kernels["mla_decode_merge"]
+    assert merge.spills == 0 and merge.grid == (heads, 8, 1)

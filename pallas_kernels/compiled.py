@@ -22,6 +22,7 @@ _INSTRUCTION = re.compile(
     r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.bulk\.tensor|cp\.async\.bulk|cp\.async\.c[ag]"
     r"|ld\.global|st\.global|cvt\.rn\.f16x2\.e4m3x2|setmaxnreg)\b"
 )
+_ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.v\d)?\.b\d+")
 _RESOURCES = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r".*?Used (?P<registers>\d+) registers",
@@ -41,6 +42,7 @@ class KernelFacts:
     registers: int
     spills: int
     instructions: Counter[str]  # how often each of the instructions that matter stands in the PTX
+    accesses: Counter[str]  # of device memory, by their width: ld.global.v4.b32
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:
@@ -72,6 +74,7 @@ def read_kernels(folder: Path) -> dict[str, KernelFacts]:
                     registers=int(used[name]["registers"]),
                     spills=int(used[name]["stores"]) + int(used[name]["loads"]),
                     instructions=Counter(_INSTRUCTION.findall(entry)),
+                    accesses=Counter(_ACCESS.findall(entry)),
                 )
     return facts
 

@@ -30,3 +30,19 @@ def run_first(
         raise NotImplementedError(f"no backend of {op} accepts these arguments. {' '.join(reasons)}")
 
     return call
+
+
+def run_first_with(
+    op: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    order: Sequence[str],
+    backend: str | None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`run_first`, where every implementation but "ref" takes `options`."""
+
+    def told(name: str) -> Callable[..., Any]:
+        call = implementations[name]
+        return call if name == "ref" else lambda *args: call(*args, **options)
+
+    return run_first(op, {name: told(name) for name in implementations}, order, backend)

@@ -8,13 +8,19 @@ import jax.numpy as jnp
 WORDS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}  # bytes: the widest that divides a line is taken
 
 
-def as_lines(x: jax.Array, *, lead: int = 1) -> jax.Array:
-    """[n..., ...] as unsigned words [n..., words], with `lead` dimensions in front. XLA moves no byte for it."""
+def word_bytes(*line_bytes: int) -> int:
+    """Bytes of the widest word that divides lines of all these bytes."""
+    return next(size for size in WORDS if all(line % size == 0 for line in line_bytes))
+
+
+def as_lines(x: jax.Array, *, lead: int = 1, word: int = 0) -> jax.Array:
+    """[n..., ...] as unsigned words [n..., words], with `lead` dimensions in front. XLA moves no byte for it.
+
+    `word` is their size in bytes; 0 takes the widest that divides a line.
+    """
     flat = x.reshape(*x.shape[:lead], -1)
-    line = flat.shape[-1] * x.dtype.itemsize
-    size = next(size for size in WORDS if line % size == 0)
+    size = word or word_bytes(flat.shape[-1] * x.dtype.itemsize)
     if size <= x.dtype.itemsize:  # a wide element is several words
-        size = min(size, x.dtype.itemsize)
         return jax.lax.bitcast_convert_type(flat, WORDS[size]).reshape(*x.shape[:lead], -1)
     return jax.lax.bitcast_convert_type(flat.reshape(*x.shape[:lead], -1, size // x.dtype.itemsize), WORDS[size])
 

@@ -10,7 +10,7 @@ import jax
 
 from pallas_kernels.chip import this_chip
 from pallas_kernels.page_move import ref, triton
-from pallas_kernels.select import run_first
+from pallas_kernels.select import run_first_with
 from pallas_kernels.words import as_lines, from_lines
 
 GATHERS: dict[str, Callable[..., jax.Array]] = {"triton": triton.gather, "ref": ref.gather}
@@ -83,9 +83,5 @@ def send_pages(
 def _run(
     op: str, implementations: dict[str, Callable[..., jax.Array]], backend: str | None, interpret: bool
 ) -> Callable[..., jax.Array]:
-    def told(name: str) -> Callable[..., jax.Array]:
-        call = implementations[name]
-        return call if name == "ref" else lambda *args: call(*args, interpret=interpret)
-
     order = ("triton", "ref") if this_chip() else ("ref",)
-    return run_first(op, {name: told(name) for name in implementations}, order, backend)
+    return run_first_with(op, implementations, order, backend, interpret=interpret)

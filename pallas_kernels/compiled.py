@@ -16,6 +16,8 @@ _LAUNCH = re.compile(
     r"\bkCustomKernel .*?\] (?P<name>\w+) grid: \[(?P<grid>[\d, ]+)\] threads: \[(?P<threads>[\d, ]+)\]\s+"
     r"shared_memory: (?P<smem>\d+) bytes"
 )
+_MOSAIC = "_mosaic_gpu_kernel"  # how Mosaic GPU's kernels are called
+_THREADS = re.compile(r"\.maxntid (\d+)")
 _ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _INSTRUCTION = re.compile(
@@ -36,9 +38,9 @@ class KernelFacts:
     """One kernel of a compiled program. Shared memory and spills in bytes."""
 
     name: str
-    grid: tuple[int, ...]
+    grid: tuple[int, ...]  # () for a Mosaic GPU kernel: its launch is inside the kernel's own module
     threads: int
-    smem: int
+    smem: int | None  # likewise None
     registers: int
     spills: int
     instructions: Counter[str]  # how often each of the instructions that matter stands in the PTX
@@ -46,7 +48,10 @@ class KernelFacts:
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:
-    """Options for `lowered.compile(compiler_options=...)` that leave in `folder` what `read_kernels` reads."""
+    """Options for `lowered.compile(compiler_options=...)` that leave in `folder` what `read_kernels` reads.
+
+    Mosaic GPU's kernels are left there where the environment variable MOSAIC_GPU_DUMP_TO names the folder, too.
+    """
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_emitter_re": "ptx"}
 
 
@@ -65,12 +70,13 @@ def read_kernels(folder: Path) -> dict[str, KernelFacts]:
         used = {match["name"]: match for match in _RESOURCES.finditer(assemble(path, _first(_TARGET, ptx)))}
         for entry in re.split(r"(?=^\.visible \.entry )", ptx, flags=re.MULTILINE)[1:]:
             name = _first(_ENTRY, entry)
-            for launch in (found for found in launches if found["name"] == name):
-                facts[name] = KernelFacts(
+            launch = next((found for found in launches if found["name"] == name), None)
+            if launch is not None or _MOSAIC in name:
+                facts[name.removesuffix(_MOSAIC)] = KernelFacts(
                     name=name,
-                    grid=_numbers(launch["grid"]),
-                    threads=_numbers(launch["threads"])[0],
-                    smem=int(launch["smem"]),
+                    grid=_numbers(launch["grid"]) if launch else (),
+                    threads=_numbers(launch["threads"] if launch else _first(_THREADS, entry))[0],
+                    smem=int(launch["smem"]) if launch else None,
                     registers=int(used[name]["registers"]),
                     spills=int(used[name]["stores"]) + int(used[name]["loads"]),
                     instructions=Counter(_INSTRUCTION.findall(entry)),

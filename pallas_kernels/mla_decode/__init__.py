@@ -2,6 +2,16 @@
 
 from pallas_kernels.mla_decode.api import IMPLEMENTATIONS, mla_decode, plan_decode
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, pack_fp8, unpack_fp8
+from pallas_kernels.mla_decode.hopper import HopperConfig
 from pallas_kernels.mla_decode.triton import TritonConfig
 
-__all__ = ["IMPLEMENTATIONS", "TritonConfig", "fp8_row_bytes", "mla_decode", "pack_fp8", "plan_decode", "unpack_fp8"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "HopperConfig",
+    "TritonConfig",
+    "fp8_row_bytes",
+    "mla_decode",
+    "pack_fp8",
+    "plan_decode",
+    "unpack_fp8",
+]

@@ -8,14 +8,13 @@ from typing import Any
 import jax
 
 from pallas_kernels.chip import CHIPS, this_chip
-from pallas_kernels.mla_decode import ref, triton
+from pallas_kernels.mla_decode import hopper, ref, triton
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_decode.tuning import config_for
 from pallas_kernels.mla_decode.work import Work
 from pallas_kernels.select import run_first
 
-IMPLEMENTATIONS = {"triton": triton.decode, "ref": ref.decode}
-ORDER = ("triton", "ref")  # on a chip of CHIPS; elsewhere "ref"
+IMPLEMENTATIONS = {"hopper": hopper.decode, "triton": triton.decode, "ref": ref.decode}
 
 
 def mla_decode(
@@ -40,11 +39,11 @@ def mla_decode(
       pages: i32[B, W]: token t of row b lies in page pages[b, t // K], slot t % K.
       held: i32[B]: tokens of each row; 0 for padding.
       value_width: V.
-      backend: one of IMPLEMENTATIONS; None takes the first of ORDER that accepts.
+      backend: one of IMPLEMENTATIONS; None takes the first of `order_of` that accepts.
       chip: a key of CHIPS that the program is compiled for; None is the default device's. "ref" where that is none.
       config: the backend's configuration; None is the tuning table's.
       work: what `plan_decode` made of `held`, for the same configuration; None makes it here.
-      interpret: run the kernel as XLA operations, on any device.
+      interpret: run the kernel without a GPU, slowly.
 
     Returns f32[B, H, V] and its log-sum-exp, base e, f32[B, H]; (0, -inf) for a row that holds nothing.
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
@@ -68,8 +67,19 @@ def mla_decode(
         name: (lambda *args: ref.decode(*args, value_width=value_width)) if name == "ref" else gpu(kernel, name)
         for name, kernel in IMPLEMENTATIONS.items()
     }
-    order = ORDER if target is not None or config is not None else ("ref",)
+    order = order_of(target, q.shape[1])
     return run_first("mla_decode", implementations, order, backend)(q, pool, pages, held)
+
+
+def order_of(chip: str | None, heads: int) -> tuple[str, ...]:
+    """Which backends are asked, in turn. Where no GPU of CHIPS is: the reference.
+
+    The Hopper kernel always takes 64 heads at a time: a quarter full, it spends as long on products as on its rows, and
+    Triton's smaller blocks leave more of the chip to the memory.
+    """
+    if chip is None:
+        return ("ref",)
+    return ("hopper", "triton", "ref") if CHIPS[chip].capability == (9, 0) and heads > 16 else ("triton", "ref")
 
 
 def plan_decode(held: jax.Array, *, heads: int, fp8: bool, backend: str = "triton", chip: str | None = None) -> Work:

@@ -67,7 +67,7 @@ def decode(
     q = jnp.pad(q.astype(cast), ((0, 0), (0, heads - H), (0, 0)))
     work = config.plan(held) if work is None else work
     args = (work, pages, held, q, pools)
-    out, lse = _merge(work, _items(*args, value_width=value_width, config=config, interpret=interpret), interpret)
+    out, lse = merge(work, _items(*args, value_width=value_width, config=config, interpret=interpret), interpret)
     return out[:, :H], lse[:, :H]
 
 
@@ -175,7 +175,7 @@ def _fp8_rows(
     return k_LGg.astype(jnp.bfloat16).reshape(L, latent), k_R
 
 
-def _merge(work: Work, items: list[jax.Array], interpret: bool) -> tuple[jax.Array, jax.Array]:
+def merge(work: Work, items: list[jax.Array], interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Put the union of the parts of every row that has several in its place."""
     out, lse, part, part_lse = items
     B, H, V = out.shape

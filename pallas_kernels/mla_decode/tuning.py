@@ -5,9 +5,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from pallas_kernels.mla_decode.hopper import HopperConfig
 from pallas_kernels.mla_decode.triton import TritonConfig
 
-CONFIGS = {"triton": TritonConfig}
+CONFIGS = {"hopper": HopperConfig, "triton": TritonConfig}
 
 
 @cache

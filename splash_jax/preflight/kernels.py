@@ -1,8 +1,9 @@
 """One kernel compiled for a GPU that is not here, and what the compiler made of it."""
 
 import contextlib
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,24 @@ def compile_kernels(chip: str, function: Callable[..., Any], *args: Any) -> dict
     named = getattr(jax.sharding, "use_abstract_mesh", None) if jax.__version_info__ >= (0, 11) else None
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(_environment("MOSAIC_GPU_DUMP_TO", str(folder)))
         stack.enter_context(clear_compile_errors())
         if named is not None:
             stack.enter_context(named(mesh.abstract_mesh))
-        options = dump_options(folder) | {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS say
+        options: Any = dump_options(folder) | {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS say
         jax.jit(function).lower(*structs).compile(compiler_options=options)
         return read_kernels(folder)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """What the compiler reads from nowhere else, for as long as it runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

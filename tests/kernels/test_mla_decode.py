@@ -12,7 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pallas_kernels.chip import CHIPS
-from pallas_kernels.mla_decode import TritonConfig, fp8_row_bytes, mla_decode, pack_fp8, plan_decode, unpack_fp8
+from pallas_kernels.mla_decode import (
+    HopperConfig,
+    TritonConfig,
+    fp8_row_bytes,
+    mla_decode,
+    pack_fp8,
+    plan_decode,
+    unpack_fp8,
+)
+from pallas_kernels.mla_decode.api import order_of
 from pallas_kernels.mla_decode.tuning import config_for, table
 from pallas_kernels.mla_decode.work import WAVES, split_work
 from tests.kernels.mla_cases import TOLERANCE, Case, Given, make, reference, within
@@ -55,6 +64,28 @@ def test_triton_is_softmax_attention(name):
     assert within(got, problem(name)[1], kind_of(name, dtype))
     empty = np.asarray(CASES[name].lengths) == 0
     assert (got[0][empty] == 0).all() and (got[1][empty] == -np.inf).all()
+
+
+HOPPER = {
+    "pages of half a block": Case(lengths=(70, 0, 5, 200), latent=128, rotary=64, heads=64, page_size=32),
+    "pages of two blocks": Case(lengths=(64, 130), latent=128, rotary=64, heads=16, page_size=128),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_is_softmax_attention(name):
+    """Ragged, empty, split in two and poisoned; every copy, barrier and product of logits as the kernel issues them."""
+    case = HOPPER[name]
+    given = make(case)
+    config = HopperConfig(stages=2, workers=2)
+    decode = partial(mla_decode, value_width=128, backend="hopper", config=config, interpret=True)
+    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
+    assert within(got, reference(case, given), "bfloat16")
+
+
+def as_bf16(x: np.ndarray) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["one page is four tokens", "fp8"])
@@ -172,10 +203,17 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ),
         ({"held": (3,)}, {}, ValueError, "2 query rows, but pages of 2 and lengths of 3 rows"),
         ({}, {"value_width": 48}, ValueError, "latent width 48 is not inside the row of 48 columns"),
-        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: triton"),
+        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: hopper, triton"),
         ({}, {"chip": "v5e"}, ValueError, "no chip 'v5e' is known; known are: h100, h200, b200"),
         ({}, {"backend": "triton"}, ValueError, r"triton needs to know its GPU: name a chip \(h100, h200, b200\)"),
         ({}, {"backend": "triton", "chip": "h200", "value_width": 24}, NotImplementedError, "the latent width is 24"),
+        ({}, {"backend": "hopper", "chip": "h200"}, NotImplementedError, "in steps of 128 up to 512, .* not 32 and 16"),
+        (
+            {"pool": (5, 4, 640), "q": (2, 16, 640)},
+            {"backend": "hopper", "chip": "h200", "value_width": 512},
+            NotImplementedError,
+            "pages of 8, 16, 32 or multiples of 64, not 4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes, options, error, words):
@@ -186,6 +224,19 @@ def test_what_cannot_be_is_refused(changes, options, error, words):
 def test_fp8_rows_of_broken_groups_are_refused():
     with pytest.raises(ValueError, match="a latent width that is a multiple of 128, not 96"):
         pack_fp8(jnp.zeros((4, 112)), 96)
+
+
+def test_the_order_follows_the_chip_and_the_heads():
+    assert order_of(None, 128) == ("ref",)
+    assert order_of("h200", 16) == order_of("b200", 128) == ("triton", "ref")
+    assert order_of("h200", 32) == ("hopper", "triton", "ref")
+    with pytest.raises(NotImplementedError, match="the Hopper kernel reads BF16 rows, not FP8"):
+        mla_decode(
+            **arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)},
+            value_width=512,
+            backend="hopper",
+            chip="h200",
+        )
 
 
 def test_float32_rows_go_to_the_reference_on_a_gpu():

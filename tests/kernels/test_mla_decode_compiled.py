@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.chip import CHIPS
-from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.mla_decode import HopperConfig, mla_decode
 from pallas_kernels.mla_decode.tuning import entry_for
 from splash_jax.preflight.kernels import compile_kernels
 
 MMA = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"}
 
 
-def variant(chip: str, rows: str, heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def variant(chip: str, rows: str, heads: int, backend: str = "triton") -> tuple[dict[str, Any], dict[str, Any]]:
     """DeepSeek-V3's latent rows, pages of 64: the table's entry, and the kernels made of it."""
     pool = jax.ShapeDtypeStruct((1000, 64, 656 if rows == "fp8" else 576), jnp.uint8 if rows == "fp8" else jnp.bfloat16)
     q = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
     pages, held = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    decode = partial(mla_decode, value_width=512, backend="triton", chip=chip)
-    return entry_for(chip, "triton", rows, heads), compile_kernels(chip, decode, q, pool, pages, held)
+    decode = partial(mla_decode, value_width=512, backend=backend, chip=chip)
+    return entry_for(chip, backend, rows, heads), compile_kernels(chip, decode, q, pool, pages, held)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,21 @@ def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):
     assert config["workers"] == resident * CHIPS[chip].sms // blocks
     merge = kernels["mla_decode_merge"]
     assert merge.spills == 0 and merge.grid == (heads, 8, 1)
+
+
+@pytest.mark.parametrize("heads", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, heads):
+    entry, kernels = variant("h200", "plain", heads, "hopper")
+    evidence, kernel, config = entry["evidence"], kernels["mla_decode_hopper"], HopperConfig(**entry["config"])
+    assert kernel.instructions["wgmma.mma_async"] == 2 * 576 // 32 + 64 // 16, (
+        "logits by 16 columns, values by 16 tokens"
+    )
+    assert kernel.instructions["cp.async.bulk.tensor"] and kernel.instructions["setmaxnreg"] == 2
+    assert not kernel.instructions["mma.sync"] and kernel.threads == evidence["threads"]
+    if evidence["jax"] == jax.__version__:
+        assert kernel.registers <= evidence["registers"] and kernel.spills <= 2 * evidence["spill_bytes"]
+    assert config.smem_bytes(576) == evidence["smem_bytes"] <= CHIPS["h200"].smem_per_block
+    resident = CHIPS["h200"].blocks_resident(
+        registers=kernel.registers, smem=evidence["smem_bytes"], threads=kernel.threads
+    )
+    assert config.workers == resident * CHIPS["h200"].sms // (heads // 64)

@@ -1,9 +1,9 @@
 """Split-KV decode in Mosaic GPU for sm_90a: wgmma from shared memory that TMA fills, one warpgroup ahead of two.
 
 A block of 64 heads meets 64 tokens at a time. Both computing warpgroups take all the logits, so that neither ever waits
-for the other and one's softmax runs beside the other's products, and each keeps half of the output's latent columns: the
-512 float32 columns of 64 heads would not fit the registers of one. That costs 53 % more tensor-core work than sharing the
-logits would, and saves every exchange between the two. The third warpgroup only issues copies.
+for the other and one's softmax runs beside the other's products, and each keeps half of the output's latent columns:
+the 512 float32 columns of 64 heads would not fit the registers of one. That costs 53 % more tensor-core work than
+sharing the logits would, and saves every exchange between the two. The third warpgroup only issues copies.
 """
 
 import functools
@@ -191,8 +191,8 @@ def _kernel(
 
             def products(logits_ref: Any) -> jax.Array:
                 for j in range(WARPGROUPS):
-                    plgpu.wgmma(logits_ref, q_latent.at[j], plgpu.transpose_ref(latent.at[slot, j], (1, 0)))
-                plgpu.wgmma(logits_ref, q_rope, plgpu.transpose_ref(rope.at[slot], (1, 0)))
+                    plgpu.wgmma(logits_ref, q_latent.at[j], _turned(latent.at[slot, j]))
+                plgpu.wgmma(logits_ref, q_rope, _turned(rope.at[slot]))
                 return logits_ref[...]
 
             logits = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((HEADS, TOKENS), jnp.float32)) * LOG2E
@@ -241,6 +241,11 @@ def _kernel(
 
         pl.when((row >= 0) & (alone == 1))(lambda: store(out, out_lse, at))
         pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
+
+
+def _turned(ref: Any) -> Any:
+    """[a, b] seen as [b, a]; JAX 0.10 has a function for it, 0.12 a method."""
+    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
 
 
 # Interpret mode knows no register layouts, no run_state and no wgmma on registers: these three stand in for them there.

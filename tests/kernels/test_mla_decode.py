@@ -235,7 +235,7 @@ def test_the_order_follows_the_chip_and_the_heads():
             **arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)},
             value_width=512,
             backend="hopper",
-            chip="h200",
+            config=HopperConfig(stages=2, workers=1),
         )
 
 

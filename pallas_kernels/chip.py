@@ -23,6 +23,7 @@ class Chip:
     registers_per_sm: int
     threads_per_sm: int
     blocks_per_sm: int
+    flops_per_clock: int  # dense BF16, of one SM
 
     def blocks_resident(self, *, registers: int, smem: int, threads: int) -> int:
         """Blocks of `threads` threads with so many registers each and `smem` bytes that one SM holds; 0 if none."""
@@ -38,7 +39,7 @@ class Chip:
         )
 
 
-def _chip(name: str, capability: tuple[int, int], sms: int) -> Chip:
+def _chip(name: str, capability: tuple[int, int], sms: int, flops_per_clock: int) -> Chip:
     return Chip(
         name=name,
         capability=capability,
@@ -49,14 +50,16 @@ def _chip(name: str, capability: tuple[int, int], sms: int) -> Chip:
         registers_per_sm=65536,
         threads_per_sm=2048,
         blocks_per_sm=32,
+        flops_per_clock=flops_per_clock,
     )
 
 
-# CUDA C++ Programming Guide, "Compute Capabilities" (9.0 and 10.0 agree in all but the multiprocessors).
+# CUDA C++ Programming Guide, "Compute Capabilities" (9.0 and 10.0 agree in what `_chip` fills in). FLOPs per clock: the
+# data sheets' dense BF16 rates over SMs and boost clock, as the powers of two that they are.
 CHIPS = {
-    "h100": _chip("h100", (9, 0), 132),
-    "h200": _chip("h200", (9, 0), 132),
-    "b200": _chip("b200", (10, 0), 148),
+    "h100": _chip("h100", (9, 0), 132, 4096),
+    "h200": _chip("h200", (9, 0), 132, 4096),
+    "b200": _chip("b200", (10, 0), 148, 8192),
 }
 
 

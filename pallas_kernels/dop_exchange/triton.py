@@ -25,7 +25,7 @@ def pack(parts: tuple[jax.Array, ...], rows: jax.Array, *, interpret: bool = Fal
     tile = min(_padded(heads), max(1, TILE // widest))
     return pl.pallas_call(
         functools.partial(_pack_kernel, tile=tile),
-        grid=(pl.cdiv(heads, tile), rows.shape[0]),
+        grid=(rows.shape[0], pl.cdiv(heads, tile)),
         out_shape=jax.ShapeDtypeStruct((rows.shape[0], heads, width), parts[0].dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -39,14 +39,14 @@ def _padded(size: int) -> int:
 
 def _pack_kernel(rows: Any, *refs: Any, tile: int) -> None:
     *parts, out = refs
-    place = pl.program_id(1)
+    place = pl.program_id(0)
     row = rows[place]
     source = jnp.maximum(row, 0)
     first = 0
     for part in parts:
         width = part.shape[2]
         shape = (tile, _padded(width))
-        head = pl.program_id(0) * tile + lax.broadcasted_iota(jnp.int32, shape, 0)
+        head = pl.program_id(1) * tile + lax.broadcasted_iota(jnp.int32, shape, 0)
         word = lax.broadcasted_iota(jnp.int32, shape, 1)
         mine = (head < part.shape[1]) & (word < width)
         taken = pltriton.load(part.at[source, head, word], mask=mine & (row >= 0), other=jnp.zeros((), part.dtype))

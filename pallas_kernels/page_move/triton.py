@@ -23,7 +23,7 @@ def gather(lines: jax.Array, slots: jax.Array, *, interpret: bool = False) -> ja
     shape = (slots.shape[0], lines.shape[1])
     return pl.pallas_call(
         functools.partial(_gather_kernel, stretch=_stretch(lines)),
-        grid=(pl.cdiv(shape[1], _stretch(lines)), shape[0]),
+        grid=(shape[0], pl.cdiv(shape[1], _stretch(lines))),
         out_shape=jax.ShapeDtypeStruct(shape, lines.dtype),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -36,7 +36,7 @@ def scatter(lines: jax.Array, slots: jax.Array, source: jax.Array, *, interpret:
     _check(lines)
     return pl.pallas_call(
         functools.partial(_scatter_kernel, stretch=_stretch(lines)),
-        grid=(pl.cdiv(lines.shape[1], _stretch(lines)), slots.shape[0]),
+        grid=(slots.shape[0], pl.cdiv(lines.shape[1], _stretch(lines))),
         out_shape=jax.ShapeDtypeStruct(lines.shape, lines.dtype),
         input_output_aliases={2: 0},
         compiler_params=PARAMS,
@@ -57,18 +57,18 @@ def _check(lines: jax.Array) -> None:
 def _gather_kernel(slots: Any, lines: Any, out: Any, *, stretch: int) -> None:
     slot, inside, words, mine = _place(slots, lines, stretch)
     taken = pltriton.load(lines.at[slot, words], mask=mine & inside, other=jnp.zeros((), lines.dtype))
-    pltriton.store(out.at[pl.program_id(1), words], taken, mask=mine)
+    pltriton.store(out.at[pl.program_id(0), words], taken, mask=mine)
 
 
 def _scatter_kernel(slots: Any, source: Any, lines: Any, out: Any, *, stretch: int) -> None:
     slot, inside, words, mine = _place(slots, lines, stretch)
-    taken = pltriton.load(source.at[pl.program_id(1), words], mask=mine & inside, other=jnp.zeros((), lines.dtype))
+    taken = pltriton.load(source.at[pl.program_id(0), words], mask=mine & inside, other=jnp.zeros((), lines.dtype))
     pltriton.store(out.at[slot, words], taken, mask=mine & inside)
 
 
 def _place(slots: Any, lines: Any, stretch: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """This program's slot (0 where there is none), whether there is one, its words, and which of them exist."""
-    slot = slots[pl.program_id(1)]
+    slot = slots[pl.program_id(0)]
     inside = (slot >= 0) & (slot < lines.shape[0])
-    words = pl.program_id(0) * stretch + lax.broadcasted_iota(jnp.int32, (stretch,), 0)
+    words = pl.program_id(1) * stretch + lax.broadcasted_iota(jnp.int32, (stretch,), 0)
     return jnp.where(inside, slot, 0), inside, words, words < lines.shape[1]

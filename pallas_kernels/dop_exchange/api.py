@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chip import this_chip
-from pallas_kernels.dop_exchange import ref, triton
+from pallas_kernels.dop_exchange import ref, remote, triton
 from pallas_kernels.dop_exchange.routing import Routing
 from pallas_kernels.dop_exchange.transfers import TRANSFERS
 from pallas_kernels.page_move import GATHERS
@@ -33,13 +33,16 @@ def heads_to_owners(
     Args:
       parts: arrays [N, h, width] of one dtype: a head's no-position and rotary columns, say. They cross as one message.
       routing: of the N rows, the same on every rank.
-      transfer: one of TRANSFERS; `choose_transfer` has a rule.
+      transfer: one of TRANSFERS, or "remote", the one kernel that stores into the peers' memory (of Hopper and newer
+        GPUs; places without a row then hold anything); `choose_transfer` has a rule.
       backend: of the kernels that pack and unpack, "triton" or "ref"; None takes the first that accepts on this device.
 
     Returns [C, H, sum of widths], heads in the ranks' order; zero at places without a row.
     Raises ValueError for parts that do not fit together and for a transfer that is not there.
     """
     heads, dtype = _check(parts, routing)
+    if transfer == "remote":
+        return remote.heads_to_owners(parts, routing, axis=axis)
     ranks, capacity = routing.rows.shape
     word = word_bytes(*(part.shape[2] * dtype.itemsize for part in parts))
     lines = tuple(as_lines(part, lead=2, word=word) for part in parts)
@@ -86,7 +89,9 @@ def _check(parts: tuple[jax.Array, ...], routing: Routing) -> tuple[int, jnp.dty
 
 def _transfer(name: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
     if name not in TRANSFERS:
-        raise ValueError(f"dop_exchange has no transfer {name!r}; it has: {', '.join(TRANSFERS)}.")
+        raise ValueError(
+            f"dop_exchange has no transfer {name!r}; it has: {', '.join(TRANSFERS)}, and to owners remote."
+        )
     return TRANSFERS[name]
 
 

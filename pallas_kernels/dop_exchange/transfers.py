@@ -52,17 +52,24 @@ def transfer_seconds(
     Args:
       row_bytes: of one row's local heads.
       bytes_per_s: received by a rank.
-      latency_s: of a collective without payload. The ragged one first exchanges where things go, so it has two.
+      latency_s: of a collective without payload. The ragged one first exchanges where things go, so it has two; the
+        remote one has its two handshakes, a store and a wait each, and is counted as one.
     """
-    peers = ranks - 1
+    padded_s, exact_s = ((ranks - 1) * places * row_bytes / bytes_per_s for places in (capacity, -(-rows // ranks)))
     return {
-        "padded": latency_s + peers * capacity * row_bytes / bytes_per_s,
-        "ragged": 2 * latency_s + peers * -(-rows // ranks) * row_bytes / bytes_per_s,
+        "padded": latency_s + padded_s,
+        "ragged": 2 * latency_s + exact_s,
+        "remote": latency_s + exact_s,
     }
 
 
-def choose_transfer(seconds: dict[str, float], *, platform: str, beside_compute: bool = False) -> str:
-    """The quickest of `transfer_seconds`; "padded" on CPU, and wherever compute is to run beside it."""
+def choose_transfer(
+    seconds: dict[str, float], *, platform: str, beside_compute: bool = False, reachable: bool = False
+) -> str:
+    """The quickest of `transfer_seconds`; "padded" on CPU, and wherever compute is to run beside it.
+
+    "remote" only where ranks are `reachable`: can store into each other's memory, as GPUs of one process can.
+    """
     if platform == "cpu" or beside_compute:
         return "padded"
-    return min(seconds, key=lambda name: (seconds[name], name))
+    return min((name for name in seconds if reachable or name != "remote"), key=lambda name: (seconds[name], name))

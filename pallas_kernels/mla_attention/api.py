@@ -5,10 +5,10 @@ Letters: R rows, S sequences, H heads, D latent + rotary width, V latent width, 
 
 import jax
 
-from pallas_kernels.mla_attention import ref, xla
+from pallas_kernels.mla_attention import gpu, ref, xla
 from pallas_kernels.mla_attention.table import PageTable
 
-IMPLEMENTATIONS = {"xla": xla.attend, "ref": ref.attend}
+IMPLEMENTATIONS = {"gpu": gpu.attend, "xla": xla.attend, "ref": ref.attend}
 
 
 def mla_attention(
@@ -30,6 +30,8 @@ def mla_attention(
       positions: i32[R]; a row at position -1 is padding and sees nothing.
       pool: [P, page_size, D]; keys are whole rows, values their first `value_width` columns. Pages and slots beyond
         `held` are never read as numbers: they may hold NaN.
+      backend: "gpu" takes decode rows to `mla_decode`, which chooses a kernel for the GPU there is; "xla" compiles for
+        every platform; "ref" is the oracle.
       table: see `PageTable`; decode = S - tiles follows from the shapes.
 
     Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; (0, -inf) for a row that sees nothing here.

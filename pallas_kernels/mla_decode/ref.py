@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla_attention import PageTable, mla_attention
+from pallas_kernels.mla_attention import ref
+from pallas_kernels.mla_attention.table import PageTable
 from pallas_kernels.mla_decode.formats import is_fp8, unpack_fp8
 
 
@@ -16,6 +17,5 @@ def decode(
         pool = unpack_fp8(own, value_width)
         pages = jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape)
     table = PageTable(pages, held, jnp.zeros_like(held))
-    return mla_attention(
-        q, held - 1, pool, table, value_width=value_width, tile=1, shares=1, interleave=1, backend="ref"
-    )
+    rows = q.shape[0]
+    return ref.attend(q, held - 1, pool, table, decode=rows, tile=1, value_width=value_width, shares=1, interleave=1)

@@ -105,7 +105,7 @@ def test_what_does_not_fit_together_is_refused():
         heads_to_owners((nope, rope), routing, axis="rank")
     with pytest.raises(ValueError, match="5 rows, but a routing of 4"):
         heads_to_owners((jnp.zeros((5, 2, 8)),), routing, axis="rank")
-    with pytest.raises(ValueError, match="no transfer 'nvshmem'; it has: padded, ragged"):
+    with pytest.raises(ValueError, match="no transfer 'nvshmem'; it has: padded, ragged, and to owners remote"):
         heads_to_owners((nope,), routing, axis="rank", transfer="nvshmem")
     with pytest.raises(ValueError, match=r"outputs \[4, 3, 8\] are not of 4 places and heads of 2 ranks"):
         owners_to_heads(jnp.zeros((4, 3, 8)), routing, axis="rank")
@@ -120,6 +120,7 @@ def test_the_rule_weighs_padding_against_a_latency():
     many = transfer_seconds(rows=2048, capacity=512, **rates)
     assert many["ragged"] == pytest.approx(2e-5 + 7 * 256 * 18432 / 4.5e11)
     assert choose_transfer(many, platform="gpu") == "ragged"
+    assert choose_transfer(many, platform="gpu", reachable=True) == "remote"
     assert choose_transfer(many, platform="cpu") == "padded"
     assert choose_transfer(many, platform="gpu", beside_compute=True) == "padded"
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_attention import PageTable, mla_attention
 from pallas_kernels.mla_decode import HopperConfig, mla_decode
 from pallas_kernels.mla_decode.tuning import entry_for
 from splash_jax.preflight.kernels import compile_kernels
@@ -66,3 +67,19 @@ def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, heads):
         registers=kernel.registers, smem=evidence["smem_bytes"], threads=kernel.threads
     )
     assert config.workers == resident * CHIPS["h200"].sms // (heads // 64)
+
+
+@pytest.mark.slow
+def test_a_step_of_decode_rows_and_a_tile_takes_the_kernel(compiler):
+    """Through `mla_attention`, as the engine calls it: 8 decode rows and one tile of 32 prompt rows."""
+    table = PageTable(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((9, 16), (9,), (9,))))
+    attend = partial(mla_attention, value_width=512, tile=32, shares=1, interleave=64, backend="gpu", chip="h200")
+    kernels = compile_kernels(
+        "h200",
+        attend,
+        jax.ShapeDtypeStruct((8 + 32, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8 + 32,), jnp.int32),
+        jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16),
+        table,
+    )
+    assert "mla_decode_hopper" in kernels and "mla_decode_merge" in kernels

@@ -58,8 +58,8 @@ def _kernel(
     mine = pl.ds(me * heads, heads)
 
     def send(peer: jax.Array) -> None:
-        logical = {"device_id": peer, "device_id_type": pl.DeviceIdType.LOGICAL}
-        pl.semaphore_signal(ready.at[me], 1, **logical)
+        there = {axis: peer}
+        pl.semaphore_signal(ready.at[me], 1, device_id=there)
         pl.semaphore_wait(ready.at[peer], 1)
         target = plgpu.remote_ref(q, peer)
 
@@ -76,7 +76,7 @@ def _kernel(
                 plgpu.copy_smem_to_gmem(buffer, target.at[place, mine, columns])
 
         plgpu.wait_smem_to_gmem(0)
-        pl.semaphore_signal(done, 1, **logical)
+        pl.semaphore_signal(done, 1, device_id=there)
 
     # A copy's target is encoded on the host, so a peer must be a static number of hops away: one branch for each.
     for distance in range(ranks):

@@ -28,11 +28,10 @@ def twin(parts: tuple[jax.Array, ...], routing: Routing, *, ranks: int, mutant: 
     def kernel(rows: Any, counts: Any, *refs: Any) -> None:
         *sources, q, sent, came, ready, done = refs
         me = lax.axis_index("rank")
-        logical = {"device_id_type": pl.DeviceIdType.LOGICAL}
         q[...] = jnp.zeros_like(q)  # what was there before; no store may come earlier
         for distance in range(ranks):
             peer = lax.rem(me + distance, ranks)
-            pl.semaphore_signal(ready.at[me], 1, device_id=peer, **logical)
+            pl.semaphore_signal(ready.at[me], 1, device_id={"rank": peer})
         for distance in range(ranks):
             peer = lax.rem(me + distance, ranks)
             pl.semaphore_wait(ready.at[peer], 1)
@@ -48,14 +47,13 @@ def twin(parts: tuple[jax.Array, ...], routing: Routing, *, ranks: int, mutant: 
                         q.at[place, pl.ds(head, heads), columns],
                         sent,
                         came,
-                        device_id=peer,
-                        **logical,
+                        device_id={"rank": peer},
                     )
                     copy.start()
                     copy.wait_send()
                     first += width
 
-            pl.semaphore_signal(done, 1, device_id=peer, **logical)
+            pl.semaphore_signal(done, 1, device_id={"rank": peer})
         pl.semaphore_wait(done, ranks)
 
         @pl.loop(0, counts[me] * ranks)  # the twin's copies count their arrivals too, one by one

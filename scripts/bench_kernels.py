@@ -2,6 +2,7 @@
 
     python scripts/bench_kernels.py --json kernels.json      # on one GPU: under eight minutes
     python scripts/bench_kernels.py --dry --json kernels.json  # tiny shapes in interpret mode, on any machine
+    python scripts/bench_kernels.py --account h200           # what is expected, and runs nothing
 
 First the ceilings: a device copy and a matrix product of this machine, in this session. Then each kernel over its
 shapes: its largest error against the float32 reference, the median time of calls over buffers that take turns (so that
@@ -28,7 +29,7 @@ from pallas_kernels.chip import this_chip
 from pallas_kernels.dop_exchange import PACKS
 from pallas_kernels.mla_decode import TritonConfig, mla_decode, pack_fp8
 from pallas_kernels.mla_decode.account import account
-from pallas_kernels.mla_decode.tuning import config_for, entry_for
+from pallas_kernels.mla_decode.tuning import config_for, entry_for, table
 from pallas_kernels.page_move import gather_pages, scatter_pages
 from splash_jax.cost import load_hardware
 
@@ -156,6 +157,27 @@ def decode_rows(shape: Shape, limits: dict[str, float], dry: bool, budget_s: flo
         yield shares(row, limits)
 
 
+def expected_lines(chip: str) -> Iterator[str]:
+    """What the account expects of every shape and backend on a chip, at its published limits."""
+    hardware = load_hardware(chip)
+    for shape in SHAPES:
+        for backend in ("hopper", "triton"):
+            try:
+                entry = entry_for(chip, backend, "fp8" if shape.fp8 else "plain", shape.heads)
+            except NotImplementedError:
+                continue
+            found = account(
+                shape.held().tolist(), heads=shape.heads, latent=512, rotary=64, chip=chip, entry=entry,
+                bytes_per_s=hardware.hbm_bytes_per_s, flops_per_s=hardware.bf16_flops_per_s,
+            )  # fmt: skip
+            yield (
+                f"{backend:7} {label(shape):38} {found.bytes / 1e6:6.0f} MB {found.flops / 1e9:5.0f} GFLOP, limit "
+                f"{found.limit_s * 1e3:.3f} ms, expected {found.expected_s * 1e3:.3f} ms ({found.expected_share:.0%}, "
+                f"{found.bound}): {found.bytes / found.expected_s / 1e9:.0f} GB/s, "
+                f"{found.flops / found.expected_s / 1e12:.0f} TFLOP/s"
+            )
+
+
 def moving_rows(limits: dict[str, float], dry: bool, budget_s: float) -> Iterator[dict[str, Any]]:
     """Pages gathered and scattered, and queries packed, compared bit by bit."""
     count, taken = (16, 8) if dry else (16384, 8192)
@@ -229,7 +251,13 @@ def main(arguments: list[str]) -> int:
         "--dry", action="store_true", help="tiny shapes in interpret mode: nothing it times means a thing"
     )
     parser.add_argument("--seconds", type=float, default=360, help="for timing, over all kernels")
+    parser.add_argument(
+        "--account", metavar="CHIP", choices=sorted(table()), help="print what is expected, run nothing"
+    )
     options = parser.parse_args(arguments)
+    if options.account:
+        print("\n".join(expected_lines(options.account)))
+        return 0
     if not options.dry and this_chip() is None:
         print(f"{jax.devices()[0].device_kind} is no GPU these kernels are tuned for: try --dry.", file=sys.stderr)
         return 1

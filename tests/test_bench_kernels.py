@@ -47,3 +47,10 @@ def test_a_wrong_kernel_fails_the_run(bench, monkeypatch, capsys):
 def test_without_a_gpu_it_says_so(bench, capsys):
     assert bench.main([]) == 1
     assert "is no GPU these kernels are tuned for: try --dry" in capsys.readouterr().err
+
+
+def test_the_account_needs_no_gpu(bench, capsys):
+    assert bench.main(["--account", "h200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * 2 + 4, "BF16 by two backends, FP8 by one"
+    assert "128 x 4096, 128 heads, BF16" in lines[0] and "146 GFLOP, limit 0.148 ms" in lines[0]

@@ -58,7 +58,7 @@ def _kernel(
     mine = pl.ds(me * heads, heads)
 
     def send(peer: jax.Array) -> None:
-        there = {axis: peer}
+        there: Any = {axis: peer}
         pl.semaphore_signal(ready.at[me], 1, device_id=there)
         pl.semaphore_wait(ready.at[peer], 1)
         target = plgpu.remote_ref(q, peer)

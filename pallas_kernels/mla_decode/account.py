@@ -8,7 +8,10 @@ The model, for one configuration on one chip:
 * compute: the products that are issued, padding and repeats included, at the rate of their instruction; the softmax (an
   exponential per logit, a product per output column and block) runs beside them where two warpgroups or two programs
   share a multiprocessor, and after them where not.
-* the slower of the two, for the busiest worker.
+* the slower of the two.
+
+It leaves out launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
+for each other: the share is one that cannot be exceeded, and does not rank backends that come near each other.
 """
 
 from collections.abc import Sequence

@@ -75,7 +75,8 @@ def order_of(chip: str | None, heads: int) -> tuple[str, ...]:
     """Which backends are asked, in turn. Where no GPU of CHIPS is: the reference.
 
     The Hopper kernel always takes 64 heads at a time: a quarter full, it spends as long on products as on its rows, and
-    Triton's smaller blocks leave more of the chip to the memory.
+    Triton's smaller blocks leave more of the chip to the memory. Above that its warpgroups overlap what Triton's
+    programs do one after another; which of them is quicker has not been measured.
     """
     if chip is None:
         return ("ref",)

@@ -158,7 +158,9 @@ def test_both_transfers_compile_for_eight_gpus(compiler, transfer):
     assert len(found) == 2 and heads * 8 == 128
 
 
-@pytest.mark.parametrize(("widths", "access"), [((512, 64), "v4.b32"), ((7, 3), "b16")])
+@pytest.mark.parametrize(
+    ("widths", "access"), [((512, 64), "v4.b32"), pytest.param((7, 3), "b16", marks=pytest.mark.slow)]
+)
 def test_packing_takes_the_widest_access_the_heads_allow(chip, widths, access):
     parts = tuple(jax.ShapeDtypeStruct((64, 16, width), jnp.bfloat16) for width in widths)
 

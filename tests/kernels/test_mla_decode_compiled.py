@@ -28,9 +28,9 @@ def variant(chip: str, rows: str, heads: int, backend: str = "triton") -> tuple[
 @pytest.mark.parametrize(
     ("rows", "heads"),
     [
-        ("plain", 128),
         ("fp8", 16),
-        *(pytest.param(r, h, marks=pytest.mark.slow) for r in ("plain", "fp8") for h in (16, 32, 64, 128)),
+        *(pytest.param("plain", heads, marks=pytest.mark.slow) for heads in (16, 32, 64, 128)),
+        *(pytest.param("fp8", heads, marks=pytest.mark.slow) for heads in (32, 64, 128)),
     ],
 )
 def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):

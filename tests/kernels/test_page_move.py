@@ -92,7 +92,11 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "access"),
-    [((64, 576), jnp.bfloat16, "v4.b32"), ((64, 656), jnp.uint8, "v4.b32"), ((3, 5), jnp.bfloat16, "b16")],
+    [
+        ((64, 656), jnp.uint8, "v4.b32"),
+        pytest.param((64, 576), jnp.bfloat16, "v4.b32", marks=pytest.mark.slow),
+        pytest.param((3, 5), jnp.bfloat16, "b16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_page_is_copied_by_the_widest_access_its_size_allows(chip, shape, dtype, access):
     slots: Any = jax.ShapeDtypeStruct((128,), jnp.int32)

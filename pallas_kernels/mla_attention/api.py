@@ -3,12 +3,14 @@
 Letters: R rows, S sequences, H heads, D latent + rotary width, V latent width, W pages per sequence, P pages.
 """
 
+from functools import partial
+
 import jax
 
-from pallas_kernels.mla_attention import ref, xla
+from pallas_kernels.mla_attention import gpu, ref, xla
 from pallas_kernels.mla_attention.table import PageTable
 
-IMPLEMENTATIONS = {"xla": xla.attend, "ref": ref.attend}
+IMPLEMENTATIONS = {"gpu": gpu.attend, "xla": xla.attend, "ref": ref.attend}
 
 
 def mla_attention(
@@ -22,6 +24,7 @@ def mla_attention(
     shares: int,
     interleave: int,
     backend: str = "xla",
+    chip: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention over the keys held here.
 
@@ -30,6 +33,9 @@ def mla_attention(
       positions: i32[R]; a row at position -1 is padding and sees nothing.
       pool: [P, page_size, D]; keys are whole rows, values their first `value_width` columns. Pages and slots beyond
         `held` are never read as numbers: they may hold NaN.
+      backend: "gpu" takes decode rows to `mla_decode`, which chooses a kernel for the GPU there is; "xla" compiles for
+        every platform; "ref" is the oracle.
+      chip: the GPU that "gpu" chooses for, as `mla_decode` names it; None is the default device's.
       table: see `PageTable`; decode = S - tiles follows from the shapes.
 
     Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; (0, -inf) for a row that sees nothing here.
@@ -38,7 +44,8 @@ def mla_attention(
     tiles = (rows - seqs) // (tile - 1) if tile > 1 else 0
     if rows != seqs - tiles + tiles * tile:
         raise ValueError(f"{rows} rows and {seqs} sequences do not split into tiles of {tile} rows.")
-    return IMPLEMENTATIONS[backend](
+    attend = partial(gpu.attend, chip=chip) if backend == "gpu" else IMPLEMENTATIONS[backend]
+    return attend(
         q,
         positions,
         pool,

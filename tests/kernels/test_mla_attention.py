@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_attention import IMPLEMENTATIONS, PageTable, mla_attention, xla
+from pallas_kernels.mla_attention import IMPLEMENTATIONS, PageTable, gpu, mla_attention, xla
 from splash_jax.layouts import make_layout
 from splash_jax.layouts.merge import merge_parts
 from splash_jax.ownership import KVShape
@@ -202,6 +202,17 @@ def test_the_tolerance_rejects(mutant, dtype):
     if (mutant, dtype) == ("scale wrong", "bfloat16"):
         given = given | {"q": given["q"] * np.float32(1.1)}  # a bfloat16 step is 0.8%: only more than that can show
     assert not within(MUTANTS[mutant](CASES[name], given), want, dtype)
+
+
+def test_what_a_decode_row_sees_is_counted():
+    """Of every history, seen from every position, not only its last; and nothing at position -1."""
+    for shares, interleave in ((1, 1), (1, 4), (3, 1), (4, 2), (2, 4)):
+        kv, layout = kv_of(Case(shares=shares, interleave=interleave))
+        lag, held, at = (x.ravel() for x in np.meshgrid(range(shares), range(13), range(-1, 40), indexing="ij"))
+        table = PageTable(jnp.zeros((len(lag), 1), jnp.int32), *(jnp.asarray(x, jnp.int32) for x in (held, lag)))
+        got = gpu.visible_tokens(jnp.asarray(at, jnp.int32), table, shares, interleave)
+        want = [int((kv.positions(layout, g, np.arange(n)) <= p).sum()) for g, n, p in zip(lag, held, at, strict=True)]
+        np.testing.assert_array_equal(got, want)
 
 
 def test_shapes_that_do_not_split_are_refused():

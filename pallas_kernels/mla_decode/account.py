@@ -1,0 +1,109 @@
+"""What a decode should take, written down before it is measured: bytes and FLOPs over the chip's limits, and the share
+that the kernel's shape lets it reach.
+
+The model, for one configuration on one chip:
+
+* memory: a block's rows come from HBM once for all its head blocks (L2 serves the others). By Little's law a chip needs
+  bandwidth times latency under way; a program has `stages - 1` blocks under way while it computes on one.
+* compute: the products that are issued, padding and repeats included, at the rate of their instruction; the softmax (an
+  exponential per logit, a product per output column and block) runs beside them where two warpgroups or two programs
+  share a multiprocessor, and after them where not.
+* the slower of the two.
+
+It leaves out launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
+for each other: the share is one that cannot be exceeded, and does not rank backends that come near each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_decode.formats import fp8_row_bytes
+
+LATENCY_S = 8e-7  # of HBM under load: an assumption, to be measured
+EXPONENTIALS_PER_CLOCK = 16  # of one SM's special function units
+FLOATS_PER_CLOCK = 128  # products of one SM's float32 units
+# Of the dense tensor-core rate. mma.sync on Hopper and later is an assumption; the others are that rate's own.
+RATE = {"wgmma.mma_async": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.6}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Seconds, bytes and FLOPs of one call on one GPU."""
+
+    bytes: int  # that have to cross HBM: rows and queries in, outputs out
+    flops: int  # that have to be done
+    limit_s: float  # the larger of bytes and FLOPs over the chip's limits
+    memory_s: float  # with what the kernel keeps under way
+    compute_s: float  # with what it issues
+    blocks_per_sm: int
+    under_way_bytes: int  # on one SM
+    wanted_bytes: int  # on one SM, by Little's law
+
+    @property
+    def expected_s(self) -> float:
+        """The slower of memory and compute."""
+        return max(self.memory_s, self.compute_s)
+
+    @property
+    def expected_share(self) -> float:
+        """Of the limit."""
+        return self.limit_s / self.expected_s
+
+    @property
+    def bound(self) -> str:
+        """What holds it."""
+        return "memory" if self.memory_s >= self.compute_s else "compute"
+
+
+def account(
+    held: Sequence[int],
+    *,
+    heads: int,
+    latent: int,
+    rotary: int,
+    chip: str,
+    entry: dict[str, Any],
+    bytes_per_s: float,
+    flops_per_s: float,
+) -> Account:
+    """The account of `mla_decode` over histories of `held` tokens.
+
+    Args:
+      entry: of the tuning table (`entry_for`): configuration and what the compiler made of it.
+      bytes_per_s, flops_per_s: the chip's limits, published or measured.
+    """
+    config, evidence, hopper = entry["config"], entry["evidence"], entry["backend"] == "hopper"
+    block, stages = (64 if hopper else config["block_tokens"]), config["stages"]
+    block_heads = 64 if hopper else config["block_heads"]
+    head_blocks = -(-heads // block_heads)
+    columns = latent + rotary
+    row_bytes = fp8_row_bytes(latent, rotary) if entry["rows"] == "fp8" else 2 * columns
+    tokens, blocks = sum(held), sum(-(-n // block) for n in held)
+    sms, resident = CHIPS[chip].sms, evidence["blocks_per_sm"]
+    moved = tokens * row_bytes + len(held) * heads * (2 * columns + 4 * latent + 4)
+    flops = 2 * heads * tokens * (columns + latent)
+
+    under_way = resident * (stages - 1) * block * row_bytes
+    wanted = bytes_per_s * LATENCY_S / sms
+    memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
+
+    clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
+    logits = 2 if hopper else 1  # both warpgroups make them
+    issued = 2 * block_heads * block * (logits * columns + latent)
+    products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
+    softmax = logits * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
+    clocks = max(products, softmax) if hopper or resident > 1 else products + softmax
+    compute_s = blocks * head_blocks * clocks / (sms * clock)
+    return Account(
+        bytes=moved,
+        flops=flops,
+        limit_s=max(moved / bytes_per_s, flops / flops_per_s),
+        memory_s=memory_s,
+        compute_s=compute_s,
+        blocks_per_sm=resident,
+        under_way_bytes=under_way,
+        wanted_bytes=round(wanted),
+    )

@@ -1,0 +1,119 @@
+"""Entry point of the op: shapes, and which implementation serves them.
+
+Letters: B rows, H heads, D latent + rotary width, V latent width, W pages per row, P pages, K tokens per page.
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.chip import CHIPS, this_chip
+from pallas_kernels.mla_decode import hopper, ref, triton
+from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
+from pallas_kernels.mla_decode.tuning import config_for
+from pallas_kernels.mla_decode.work import Work
+from pallas_kernels.select import run_first
+
+IMPLEMENTATIONS = {"hopper": hopper.decode, "triton": triton.decode, "ref": ref.decode}
+
+
+def mla_decode(
+    q: jax.Array,
+    pool: jax.Array,
+    pages: jax.Array,
+    held: jax.Array,
+    *,
+    value_width: int,
+    backend: str | None = None,
+    chip: str | None = None,
+    config: Any = None,
+    work: Work | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one absorbed query row per request over all the tokens of it that are held here.
+
+    Args:
+      q: [B, H, D], absorbed and scaled.
+      pool: [P, K, D], rows whose first V columns are the values too; or u8[P, K, bytes], FP8 rows as `pack_fp8` makes
+        them (656 bytes for 512 + 64). Pages and slots beyond `held` are never read as numbers: they may hold NaN.
+      pages: i32[B, W]: token t of row b lies in page pages[b, t // K], slot t % K.
+      held: i32[B]: tokens of each row; 0 for padding.
+      value_width: V.
+      backend: one of IMPLEMENTATIONS; None takes the first of `order_of` that accepts.
+      chip: a key of CHIPS that the program is compiled for; None is the default device's. "ref" where that is none.
+      config: the backend's configuration; None is the tuning table's.
+      work: what `plan_decode` made of `held`, for the same configuration; None makes it here.
+      interpret: run the kernel without a GPU, slowly.
+
+    Returns f32[B, H, V] and its log-sum-exp, base e, f32[B, H]; (0, -inf) for a row that holds nothing.
+    Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
+    """
+    _check(q, pool, pages, held, value_width)
+    target = _target(chip)
+
+    def gpu(kernel: Any, name: str) -> Any:
+        def call(*args: Any) -> tuple[jax.Array, jax.Array]:
+            chosen = config or config_for(_known(target, name), name, _rows(pool), q.shape[1])
+            if work is not None and (work.block, work.workers) != (chosen.block_tokens, chosen.workers):
+                raise ValueError(
+                    f"work was cut in blocks of {work.block} for {work.workers} workers, but {name} takes "
+                    f"{chosen.block_tokens} and {chosen.workers} here: plan it with the same arguments."
+                )
+            return kernel(*args, value_width=value_width, config=chosen, work=work, interpret=interpret)
+
+        return call
+
+    implementations = {
+        name: (lambda *args: ref.decode(*args, value_width=value_width)) if name == "ref" else gpu(kernel, name)
+        for name, kernel in IMPLEMENTATIONS.items()
+    }
+    order = order_of(target, q.shape[1])
+    return run_first("mla_decode", implementations, order, backend)(q, pool, pages, held)
+
+
+def order_of(chip: str | None, heads: int) -> tuple[str, ...]:
+    """Which backends are asked, in turn. Where no GPU of CHIPS is: the reference.
+
+    The Hopper kernel always takes 64 heads at a time: a quarter full, it spends as long on products as on its rows, and
+    Triton's smaller blocks leave more of the chip to the memory. Above that its warpgroups overlap what Triton's
+    programs do one after another; which of them is quicker has not been measured.
+    """
+    if chip is None:
+        return ("ref",)
+    return ("hopper", "triton", "ref") if CHIPS[chip].capability == (9, 0) and heads > 16 else ("triton", "ref")
+
+
+def plan_decode(held: jax.Array, *, heads: int, fp8: bool, backend: str = "triton", chip: str | None = None) -> Work:
+    """Cut i32[B] histories into work for `mla_decode` with so many heads per rank: once per step, not per layer."""
+    rows = "fp8" if fp8 else "plain"
+    return config_for(_known(_target(chip), backend), backend, rows, heads).plan(held)
+
+
+def _rows(pool: jax.Array) -> str:
+    return "fp8" if is_fp8(pool) else "plain"
+
+
+def _target(chip: str | None) -> str | None:
+    if chip is None:
+        found = this_chip()
+        return found.name if found else None
+    if chip not in CHIPS:
+        raise ValueError(f"no chip {chip!r} is known; known are: {', '.join(CHIPS)}.")
+    return chip
+
+
+def _known(chip: str | None, backend: str) -> str:
+    if chip is None:
+        raise ValueError(f"{backend} needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
+    return chip
+
+
+def _check(q: jax.Array, pool: jax.Array, pages: jax.Array, held: jax.Array, value_width: int) -> None:
+    (B, _, D), width = q.shape, pool.shape[-1]
+    if not 0 < value_width < D:
+        raise ValueError(f"the latent width {value_width} is not inside the row of {D} columns.")
+    wanted = fp8_row_bytes(value_width, D - value_width) if is_fp8(pool) else D
+    if width != wanted:
+        raise ValueError(f"queries of {D} columns need {pool.dtype} rows of {wanted}, but the pool's have {width}.")
+    if pages.shape[0] != B or held.shape != (B,):
+        raise ValueError(f"{B} query rows, but pages of {pages.shape[0]} and lengths of {held.shape[0]} rows.")

@@ -1,0 +1,215 @@
+"""Split-KV decode for every GPU the Triton backend compiles for: wgmma on Hopper, tcgen05 on Blackwell, mma elsewhere.
+
+One program takes one item of `split_work` and one block of heads: it gathers its tokens' rows by address (so any page
+size will do), and keeps the next blocks in flight while it computes. Items of one row are merged by a second kernel.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.mla_decode.formats import GROUP, fp8_row_bytes, fp8_views, is_fp8
+from pallas_kernels.mla_decode.work import Work, split_work
+
+LOG2E = math.log2(math.e)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonConfig:
+    """One point of the tuning space."""
+
+    block_heads: int
+    block_tokens: int
+    warps: int
+    stages: int  # blocks of tokens in flight
+    workers: int  # programs of one head block that the chip holds at once
+    overhead: int = 2  # what an item costs beside its blocks, in blocks
+
+    def plan(self, held: jax.Array) -> Work:
+        """The items for i32[B] tokens held: the same for every layer of a step, so worth making once."""
+        return split_work(held, block=self.block_tokens, workers=self.workers, overhead=self.overhead)
+
+
+def decode(
+    q: jax.Array,
+    pool: jax.Array,
+    pages: jax.Array,
+    held: jax.Array,
+    *,
+    value_width: int,
+    config: TritonConfig,
+    work: Work | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.mla_decode`. Refuses widths and blocks that are no powers of two of at least 16."""
+    H, D = q.shape[1:]
+    rotary = D - value_width
+    for name, size in (("latent width", value_width), ("rotary width", rotary), ("block of heads", config.block_heads)):
+        if size < 16 or size & (size - 1):
+            raise NotImplementedError(f"Triton arrays are powers of two from 16: the {name} is {size}.")
+    if is_fp8(pool):
+        fp8_row_bytes(value_width, rotary)
+        pools, cast = tuple(fp8_views(pool)), jnp.bfloat16
+    else:
+        pools, cast = (pool,), pool.dtype
+    if cast == jnp.float32 and not interpret:
+        raise NotImplementedError("float32 rows do not fit in shared memory: give BF16 or FP8 rows.")
+
+    heads = -(-H // config.block_heads) * config.block_heads
+    q = jnp.pad(q.astype(cast), ((0, 0), (0, heads - H), (0, 0)))
+    work = config.plan(held) if work is None else work
+    args = (work, pages, held, q, pools)
+    out, lse = merge(work, _items(*args, value_width=value_width, config=config, interpret=interpret), interpret)
+    return out[:, :H], lse[:, :H]
+
+
+def _items(
+    work: Work,
+    pages: jax.Array,
+    held: jax.Array,
+    q: jax.Array,
+    pools: tuple[jax.Array, ...],
+    *,
+    value_width: int,
+    config: TritonConfig,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Rows of one item into their place in f32[B, H, V] and f32[B, H], all other items into parts [N, H, V], [N, H]."""
+    B, H, D = q.shape
+    N = work.items.shape[0]
+    page_size = pools[0].shape[1]
+    kernel = functools.partial(
+        _item_kernel, page_size=page_size, value_width=value_width, rotary=D - value_width, config=config
+    )
+    shapes = [(B, H, value_width), (B, H), (N, H, value_width), (N, H)]
+    return pl.pallas_call(
+        kernel,
+        grid=(H // config.block_heads, N),  # the head blocks of an item run side by side and share its rows in L2
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=pltriton.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        interpret=interpret,
+        name="mla_decode_items",
+    )(work.items, pages, held, q, *pools)
+
+
+def _item_kernel(
+    items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int, rotary: int, config: Any
+) -> None:
+    *pools, out, lse, part, part_lse = refs
+    N, L = config.block_heads, config.block_tokens
+    item, heads = pl.program_id(1), pl.ds(pl.program_id(0) * N, N)
+    row, begin, end, alone = (items[item, i] for i in range(4))
+    at = jnp.maximum(row, 0)
+    length = held[at]
+    tokens = lax.broadcasted_iota(jnp.int32, (L,), 0)
+    read = _fp8_rows if len(pools) == 3 else _plain_rows
+    q_V = pltriton.load(q.at[at, heads, pl.ds(0, value_width)])
+    q_R = pltriton.load(q.at[at, heads, pl.ds(value_width, rotary)])
+
+    def block(i: jax.Array, carry: Any) -> Any:
+        top, total, acc = carry
+        token = i * L + tokens
+        mine = token < length
+        page = pltriton.load(pages.at[at, token // page_size], mask=mine, other=0)
+        k_V, k_R = read(pools, page, token % page_size, mine, value_width, rotary)
+        logits = pltriton.dot(q_V, k_V.T) + pltriton.dot(q_R, k_R.T)
+        logits = jnp.where(mine[None], logits * LOG2E, -jnp.inf)
+        new_top = jnp.maximum(top, logits.max(1))
+        p = jnp.exp2(logits - new_top[:, None])
+        scale = jnp.exp2(top - new_top)
+        acc = acc * scale[:, None] + pltriton.dot(p.astype(k_V.dtype), k_V)
+        return new_top, total * scale + p.sum(1), acc
+
+    # The first block of an item always has a token, so the floor is never what a row's maximum stays at.
+    zero = jnp.zeros((N,), jnp.float32)
+    start = (jnp.full_like(zero, -1e30), zero, jnp.zeros((N, value_width), jnp.float32))
+    top, total, acc = lax.fori_loop(begin, end, block, start)
+    some = total != 0  # a NaN is no empty row: it stays a NaN, so that damage shows
+    safe = jnp.where(some, total, 1.0)
+    item_lse = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
+
+    def store(to: Any, to_lse: Any, place: jax.Array) -> None:
+        pltriton.store(to.at[place, heads, pl.ds(0, value_width)], acc * (1.0 / safe)[:, None])
+        pltriton.store(to_lse.at[place, heads], item_lse)
+
+    pl.when((row >= 0) & (alone == 1))(lambda: store(out, lse, at))
+    pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
+
+
+def _rows(pool: Any, page: jax.Array, slot: jax.Array, mask: jax.Array, first: int, width: int) -> jax.Array:
+    """Columns [first, first + width) of the token at each (page, slot); zeros where not `mask`, whatever lies there.
+
+    Every index is an array: that is what interpret mode reads, and Triton still sees that columns are contiguous.
+    """
+    shape = (page.shape[0], width)
+    column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+    at = pool.at[lax.broadcast_in_dim(page, shape, (0,)), lax.broadcast_in_dim(slot, shape, (0,)), column]
+    return pltriton.load(at, mask=lax.broadcast_in_dim(mask, shape, (0,)), other=jnp.zeros((), pool.dtype))
+
+
+def _plain_rows(
+    pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
+) -> tuple[jax.Array, jax.Array]:
+    (pool,) = pools
+    return _rows(pool, page, slot, mask, 0, latent), _rows(pool, page, slot, mask, latent, rotary)
+
+
+def _fp8_rows(
+    pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
+) -> tuple[jax.Array, jax.Array]:
+    """In BF16; the product with the scale is rounded once."""
+    values, scales, rope = pools
+    groups, L = latent // GROUP, page.shape[0]
+    scale_LG = _rows(scales, page, slot, mask, latent // 4, groups)
+    k_LV = _rows(values, page, slot, mask, 0, latent).astype(jnp.float32)
+    k_LGg = k_LV.reshape(L, groups, GROUP) * lax.broadcast_in_dim(scale_LG, (L, groups, GROUP), (0, 1))
+    k_R = _rows(rope, page, slot, mask, (latent + 4 * groups) // 2, rotary)
+    return k_LGg.astype(jnp.bfloat16).reshape(L, latent), k_R
+
+
+def merge(work: Work, items: list[jax.Array], interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Put the union of the parts of every row that has several in its place."""
+    out, lse, part, part_lse = items
+    B, H, V = out.shape
+    most = 1 << (part.shape[0] - 1).bit_length()
+    merged = pl.pallas_call(
+        functools.partial(_merge_kernel, most=most, value_width=V),
+        grid=(H, B),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
+        input_output_aliases={3: 0, 4: 1},
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+        name="mla_decode_merge",
+    )(work.first, part, part_lse, out, lse)
+    return merged[0], merged[1]
+
+
+def _merge_kernel(
+    first: Any, part: Any, part_lse: Any, _out: Any, _lse: Any, out: Any, lse: Any, *, most: int, value_width: int
+) -> None:
+    head, row = pl.program_id(0), pl.program_id(1)
+    begin, end = first[row], first[row + 1]
+
+    @pl.when(end - begin > 1)
+    def _() -> None:
+        places = lax.broadcasted_iota(jnp.int32, (most,), 0)
+        mine = places < end - begin
+        lses = pltriton.load(part_lse.at[jnp.where(mine, begin + places, begin), head], mask=mine, other=-jnp.inf)
+        top = lses.max(0)
+        total = jnp.exp(lses - top).sum(0)
+
+        def add(i: jax.Array, acc: jax.Array) -> jax.Array:
+            weight = jnp.exp(part_lse[i, head] - top)
+            return acc + weight * pltriton.load(part.at[i, head, pl.ds(0, value_width)])
+
+        acc = lax.fori_loop(begin, end, add, jnp.zeros((value_width,), jnp.float32))
+        pltriton.store(out.at[row, head, pl.ds(0, value_width)], acc / total)
+        lse[row, head] = top + jnp.log(total)

@@ -1,0 +1,51 @@
+"""Split-KV: ragged histories cut into items of nearly equal length, so that few long ones fill a GPU too.
+
+Pure index arithmetic, compiled into the program: one program serves every mix of lengths.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+WAVES = 4  # items per worker, at most
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["items", "first"], meta_fields=["block", "workers"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """N items over B rows. The items of a row are consecutive; a row without history has one, empty."""
+
+    # i32[N, 4]: row, first and last + 1 block of its history, and whether it is the row's only item.
+    # Row is -1 where there is no item.
+    items: jax.Array
+    first: jax.Array  # i32[B + 1]: the items of row b are first[b] to first[b + 1]
+    block: int  # tokens of a block
+    workers: int  # that it was balanced for
+
+
+def split_work(held: jax.Array, *, block: int, workers: int, overhead: int) -> Work:
+    """Cut i32[B] histories of `held` tokens, in blocks of `block`, into at most WAVES * `workers` + B items.
+
+    The longest item allowed is the one of WAVES candidates under which `workers` that take one item at a time would end
+    first, where an item costs its blocks and `overhead` more (its start, and merging it).
+    """
+    blocks = -(-held // block)
+    waves = jnp.arange(1, WAVES + 1, dtype=jnp.int32)
+    longest_W = jnp.maximum(1, -(-blocks.sum() // (waves * workers)))
+    items_WB = jnp.maximum(1, -(-blocks[None] // longest_W[:, None]))
+    ends_W = -(-items_WB.sum(1) // workers) * (longest_W + overhead)
+    items_B = items_WB[jnp.argmin(ends_W)]
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(items_B).astype(jnp.int32)])
+
+    item = jnp.arange(WAVES * workers + held.shape[0], dtype=jnp.int32)
+    row = jnp.clip(jnp.searchsorted(first, item, side="right").astype(jnp.int32) - 1, 0, held.shape[0] - 1)
+    nth, of = item - first[row], items_B[row]
+    exists = item < first[-1]
+    base, more = blocks[row] // of, blocks[row] % of  # the first `more` items of a row have one block more
+    begin = nth * base + jnp.minimum(nth, more)
+    end = begin + base + (nth < more).astype(jnp.int32)
+    columns = (jnp.where(exists, row, -1), begin, jnp.where(exists, end, begin), of == 1)
+    items = jnp.stack([x.astype(jnp.int32) for x in columns], -1)
+    return Work(items=items, first=first, block=block, workers=workers)

@@ -1,0 +1,71 @@
+"""The account of a kernel against sums done by hand, and the chips against the descriptions the compiler is given."""
+
+import re
+
+import pytest
+
+from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_decode.account import account
+from pallas_kernels.mla_decode.tuning import entry_for, table
+from splash_jax.cost import load_hardware
+
+DEEPSEEK = {"latent": 512, "rotary": 64, "chip": "h200", "bytes_per_s": 4.8e12, "flops_per_s": 9.89e14}
+
+
+def test_bytes_and_flops_of_a_decode():
+    """128 rows of 4,096 tokens under 128 heads: FlashMLA's compute-bound shape."""
+    found = account([4096] * 128, heads=128, entry=entry_for("h200", "hopper", "plain", 128), **DEEPSEEK)
+    assert found.flops == 2 * 128 * 128 * 4096 * (576 + 512)
+    assert found.bytes == 128 * 4096 * 1152 + 128 * 128 * (576 * 2 + 512 * 4 + 4)
+    assert found.limit_s == pytest.approx(found.flops / 9.89e14)
+    assert found.bound == "compute"
+    # Both warpgroups make the logits, and nothing else keeps the tensor cores busy or idle.
+    assert found.expected_share == pytest.approx((576 + 512) / (2 * 576 + 512))
+
+
+def test_few_heads_are_bound_by_memory():
+    found = account([8192] * 32, heads=16, entry=entry_for("h200", "triton", "fp8", 16), **DEEPSEEK)
+    assert found.bound == "memory" and found.limit_s == pytest.approx(found.bytes / 4.8e12)
+    assert found.under_way_bytes == 2 * 2 * 32 * 656 and found.wanted_bytes == round(4.8e12 * 8e-7 / 132)
+    assert found.expected_share == pytest.approx(1.0), "84 kB under way are more than the 29 kB that it takes"
+
+
+def test_a_shallow_pipeline_is_held_by_latency():
+    entry = entry_for("h200", "triton", "fp8", 16)
+    shallow = entry | {"config": entry["config"] | {"stages": 2}, "evidence": entry["evidence"] | {"blocks_per_sm": 1}}
+    found = account([8192] * 32, heads=16, entry=shallow, **DEEPSEEK)
+    assert found.expected_share == pytest.approx(32 * 656 / (4.8e12 * 8e-7 / 132))
+
+
+@pytest.mark.parametrize("chip", table())
+def test_every_entry_of_the_table_has_an_account(chip):
+    hardware = load_hardware(chip)
+    for entry in table()[chip]:
+        found = account(
+            [4096] * 64, heads=entry["heads"], latent=512, rotary=64, chip=chip, entry=entry,
+            bytes_per_s=hardware.hbm_bytes_per_s, flops_per_s=hardware.bf16_flops_per_s,
+        )  # fmt: skip
+        assert 0.2 < found.expected_share <= 1.0, entry
+
+
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+def test_chips_are_what_the_compiler_is_told(chip):
+    hardware, known = load_hardware(chip), CHIPS[chip]
+    text = hardware.target.read_text(encoding="utf-8")
+    told = {key: int(value) for key, value in re.findall(r"(\w+): (\d+)\s*$", text, re.MULTILINE)}
+    assert known.sms == told["core_count"]
+    assert known.registers_per_sm == told["registers_per_core_limit"]
+    assert known.threads_per_sm == told["threads_per_core_limit"]
+    assert known.smem_per_block == told["shared_memory_per_block_optin"]
+    assert known.smem_per_sm == told["shared_memory_per_core"]
+    clock = hardware.bf16_flops_per_s / known.sms / known.flops_per_clock
+    assert 1.5e9 < clock < 2.1e9, "the data sheet's rate at some boost clock"
+
+
+def test_blocks_share_an_sm_as_far_as_the_scarcest_goes():
+    chip = CHIPS["h200"]
+    assert chip.blocks_resident(registers=255, smem=1000, threads=256) == 1  # 256 threads of 256 registers
+    assert chip.blocks_resident(registers=32, smem=100_000, threads=128) == 2
+    assert chip.blocks_resident(registers=32, smem=0, threads=1024) == 2
+    assert chip.blocks_resident(registers=16, smem=0, threads=32) == 32
+    assert chip.blocks_resident(registers=16, smem=chip.smem_per_block + 1, threads=32) == 0

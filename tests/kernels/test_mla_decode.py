@@ -1,0 +1,247 @@
+"""Every backend against numpy float64, with tolerances that reject the bugs such a kernel can have."""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given as draw
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_decode import (
+    HopperConfig,
+    TritonConfig,
+    fp8_row_bytes,
+    mla_decode,
+    pack_fp8,
+    plan_decode,
+    unpack_fp8,
+)
+from pallas_kernels.mla_decode.api import order_of
+from pallas_kernels.mla_decode.tuning import config_for, table
+from pallas_kernels.mla_decode.work import WAVES, split_work
+from tests.kernels.mla_cases import TOLERANCE, Case, Given, make, reference, within
+
+RAGGED = (0, 1, 37, 130, 16, 64, 3)
+CASES = {
+    "one page is four tokens": Case(lengths=RAGGED),
+    "a page is longer than a block": Case(lengths=(70, 0, 5, 33), page_size=64),
+    "heads that fill no block": Case(lengths=(20, 0, 41), heads=20, page_size=8),
+    "several blocks of heads": Case(lengths=(9, 50), heads=32, page_size=16),
+    "fp8": Case(lengths=RAGGED, latent=256, page_size=16, fp8=True),
+}
+SMALL = TritonConfig(block_heads=16, block_tokens=16, warps=4, stages=2, workers=3)
+
+
+@cache
+def problem(name: str) -> tuple[Given, tuple[np.ndarray, np.ndarray]]:
+    given = make(CASES[name])
+    return given, reference(CASES[name], given)
+
+
+def run(name: str, dtype: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    given, _ = problem(name)
+    pool = jnp.asarray(given.pool) if CASES[name].fp8 else jnp.asarray(given.pool).astype(dtype)
+    decode = jax.jit(partial(mla_decode, value_width=CASES[name].latent, **options))
+    out, lse = decode(jnp.asarray(given.q).astype(dtype), pool, given.pages, given.held)
+    assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+    return np.asarray(out), np.asarray(lse)
+
+
+def kind_of(name: str, dtype: Any) -> str:
+    return "fp8" if CASES[name].fp8 else jnp.dtype(dtype).name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton_is_softmax_attention(name):
+    dtype = jnp.float32 if name == "one page is four tokens" else jnp.bfloat16
+    ahead = SMALL.plan(jnp.asarray(CASES[name].lengths, jnp.int32)) if CASES[name].fp8 else None
+    got = run(name, dtype, backend="triton", config=SMALL, work=ahead, interpret=True)
+    assert within(got, problem(name)[1], kind_of(name, dtype))
+    empty = np.asarray(CASES[name].lengths) == 0
+    assert (got[0][empty] == 0).all() and (got[1][empty] == -np.inf).all()
+
+
+HOPPER = {
+    "pages of half a block": Case(lengths=(70, 0, 5, 200), latent=128, rotary=64, heads=64, page_size=32),
+    "pages of two blocks": Case(lengths=(64, 130), latent=128, rotary=64, heads=16, page_size=128),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_is_softmax_attention(name):
+    """Ragged, empty, split in two and poisoned; every copy, barrier and product of logits as the kernel issues them."""
+    case = HOPPER[name]
+    given = make(case)
+    config = HopperConfig(stages=2, workers=2)
+    decode = partial(mla_decode, value_width=128, backend="hopper", config=config, interpret=True)
+    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
+    assert within(got, reference(case, given), "bfloat16")
+
+
+def as_bf16(x: np.ndarray) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["one page is four tokens", "fp8"])
+def test_ref_is_softmax_attention(name):
+    """With the float32 tolerance in both formats: it rounds nothing. Without a GPU it is what the op chooses."""
+    assert within(run(name, jnp.float32), problem(name)[1], "float32")
+
+
+def lose_a_page(case: Case, given: Given) -> tuple[np.ndarray, np.ndarray]:
+    pages = given.pages.copy()
+    pages[:, 0] = pages[:, 1]  # every request's first page answers with its second
+    return reference(case, given._replace(pages=pages, rows=np.nan_to_num(given.rows)))
+
+
+# Bugs a kernel could have. The tolerance is fit for use only while it rejects them all.
+MUTANTS = {
+    "one token fewer": lambda case, x: reference(case, x, lambda t, n: t < max(1, n - 1)),
+    "one token more": lambda case, x: reference(
+        case, x._replace(rows=np.nan_to_num(x.rows)), lambda t, n: t < n + (n > 0)
+    ),
+    "first block lost": lambda case, x: reference(case, x, lambda t, n: (t < n) & ((t >= 16) | (n <= 16))),
+    "one page lost": lose_a_page,
+    "scale wrong": lambda case, x: reference(case, x, scale=1.05),
+    "parts merged by their mean": lambda case, x: reference(case, x, parts=2),
+    "values shifted": lambda case, x: tuple(np.roll(part, 1, -1) for part in reference(case, x)),
+    "base 2": lambda case, x: (reference(case, x)[0], reference(case, x)[1] * np.log2(np.e)),
+    "free pages read": lambda case, x: (reference(case, x)[0] + np.nan, reference(case, x)[1]),
+    "empty rows not empty": lambda case, x: tuple(np.nan_to_num(part, neginf=-1e30) for part in reference(case, x)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_the_tolerance_rejects(mutant, kind):
+    name = "fp8" if kind == "fp8" else "one page is four tokens"
+    given, want = problem(name)
+    assert within(want, want, kind)
+    assert not within(MUTANTS[mutant](CASES[name], given), want, kind)
+
+
+def test_scales_of_fp8_rows_matter():
+    """A kernel that mixed up the two groups' scales would be seen."""
+    given, want = problem("fp8")
+    V = CASES["fp8"].latent
+    swapped = given.pool.copy()
+    swapped[..., V : V + 8] = np.roll(given.pool[..., V : V + 8], 4, -1)
+    rows = np.where(np.isnan(given.rows), np.nan, np.asarray(unpack_fp8(jnp.asarray(swapped), V)))
+    assert not within(reference(CASES["fp8"], given._replace(rows=rows)), want, "fp8")
+
+
+def test_fp8_rows_are_656_bytes_and_lose_little():
+    assert fp8_row_bytes(512, 64) == 656
+    rows = np.random.default_rng(0).normal(size=(3, 5, 576)).astype(np.float32)
+    packed = pack_fp8(jnp.asarray(rows), 512)
+    assert packed.shape == (3, 5, 656) and packed.dtype == jnp.uint8
+    back = np.asarray(unpack_fp8(packed, 512))
+    np.testing.assert_allclose(back[..., :512], rows[..., :512], rtol=2**-4, atol=1e-5)
+    np.testing.assert_array_equal(back[..., 512:], jnp.asarray(rows[..., 512:]).astype(jnp.bfloat16))
+
+
+split = jax.jit(split_work, static_argnames=("block", "workers", "overhead"))
+
+
+@settings(max_examples=60)
+@draw(st.lists(st.integers(0, 400), min_size=6, max_size=6), st.sampled_from([(1, 16, 0), (4, 1, 5), (9, 16, 2)]))
+def test_work_is_every_block_once_and_is_even(held, how):
+    workers, block, overhead = how
+    work = split(jnp.asarray(held, jnp.int32), block=block, workers=workers, overhead=overhead)
+    items, first = np.asarray(work.items), np.asarray(work.first)
+    assert len(items) == WAVES * workers + len(held) and first[-1] <= len(items)
+    blocks = [-(-n // block) for n in held]
+    for row, count in enumerate(blocks):
+        own = items[first[row] : first[row + 1]]
+        assert len(own) >= 1 and (own[:, 0] == row).all() and (own[:, 3] == (len(own) == 1)).all()
+        assert own[0, 1] == 0 and own[-1, 2] == count and (own[1:, 1] == own[:-1, 2]).all()
+        sizes = own[:, 2] - own[:, 1]
+        assert sizes.max() - sizes.min() <= 1
+    assert (items[first[-1] :, 0] == -1).all() and (items[first[-1] :, 1] == items[first[-1] :, 2]).all()
+    longest = (items[:, 2] - items[:, 1]).max()
+    assert longest <= max(1, -(-sum(blocks) // workers)), "no item is more than a worker's even share"
+
+
+def test_work_of_another_configuration_is_refused():
+    given, _ = problem("one page is four tokens")
+    other = plan_decode(jnp.asarray(given.held), heads=16, fp8=False, chip="h200")
+    with pytest.raises(ValueError, match="blocks of 64 for 264 workers, but triton takes 16 and 3 here: plan it with"):
+        run("one page is four tokens", jnp.float32, backend="triton", config=SMALL, work=other, interpret=True)
+
+
+def test_the_table_serves_every_number_of_heads():
+    assert set(table()) == {"h200", "b200"}
+    for chip in table():
+        for rows in ("plain", "fp8"):
+            for heads in (16, 17, 32, 64, 100, 128, 256):
+                config = config_for(chip, "triton", rows, heads)
+                assert config.block_heads <= 64 and 2 * config.workers % CHIPS[chip].sms == 0
+    with pytest.raises(NotImplementedError, match=r"tuning\.json has no triton configuration for plain rows on h100"):
+        config_for("h100", "triton", "plain", 16)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    sizes = {"q": (2, 16, 48), "pool": (5, 4, 48), "pages": (2, 3), "held": (2,)} | changes
+    dtypes = {"pages": jnp.int32, "held": jnp.int32}
+    return {name: jnp.zeros(size, dtypes.get(name, jnp.bfloat16)) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "words"),
+    [
+        (
+            {"pool": (5, 4, 40)},
+            {},
+            ValueError,
+            "queries of 48 columns need bfloat16 rows of 48, but the pool's have 40",
+        ),
+        ({"held": (3,)}, {}, ValueError, "2 query rows, but pages of 2 and lengths of 3 rows"),
+        ({}, {"value_width": 48}, ValueError, "latent width 48 is not inside the row of 48 columns"),
+        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: hopper, triton"),
+        ({}, {"chip": "v5e"}, ValueError, "no chip 'v5e' is known; known are: h100, h200, b200"),
+        ({}, {"backend": "triton"}, ValueError, r"triton needs to know its GPU: name a chip \(h100, h200, b200\)"),
+        ({}, {"backend": "triton", "chip": "h200", "value_width": 24}, NotImplementedError, "the latent width is 24"),
+        ({}, {"backend": "hopper", "chip": "h200"}, NotImplementedError, "in steps of 128 up to 512, .* not 32 and 16"),
+        (
+            {"pool": (5, 4, 640), "q": (2, 16, 640)},
+            {"backend": "hopper", "chip": "h200", "value_width": 512},
+            NotImplementedError,
+            "pages of 8, 16, 32 or multiples of 64, not 4",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, options, error, words):
+    with pytest.raises(error, match=words):
+        mla_decode(**arguments(**changes), **{"value_width": 32} | options)
+
+
+def test_fp8_rows_of_broken_groups_are_refused():
+    with pytest.raises(ValueError, match="a latent width that is a multiple of 128, not 96"):
+        pack_fp8(jnp.zeros((4, 112)), 96)
+
+
+def test_the_order_follows_the_chip_and_the_heads():
+    assert order_of(None, 128) == ("ref",)
+    assert order_of("h200", 16) == order_of("b200", 128) == ("triton", "ref")
+    assert order_of("h200", 32) == ("hopper", "triton", "ref")
+    with pytest.raises(NotImplementedError, match="the Hopper kernel reads BF16 rows, not FP8"):
+        mla_decode(
+            **arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)},
+            value_width=512,
+            backend="hopper",
+            config=HopperConfig(stages=2, workers=1),
+        )
+
+
+def test_float32_rows_go_to_the_reference_on_a_gpu():
+    """The kernel refuses them, so the order's next backend serves; named, the refusal is the caller's."""
+    want = problem("one page is four tokens")[1]
+    assert within(run("one page is four tokens", jnp.float32, chip="h200"), want, "float32")
+    with pytest.raises(NotImplementedError, match="float32 rows do not fit in shared memory: give BF16 or FP8"):
+        run("one page is four tokens", jnp.float32, chip="h200", backend="triton")

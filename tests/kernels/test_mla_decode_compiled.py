@@ -1,0 +1,85 @@
+"""Every tuned variant compiled for its GPU: the instructions it stands on are there, and it got no fatter."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_attention import PageTable, mla_attention
+from pallas_kernels.mla_decode import HopperConfig, mla_decode
+from pallas_kernels.mla_decode.tuning import entry_for
+from splash_jax.preflight.kernels import compile_kernels
+
+MMA = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"}
+
+
+def variant(chip: str, rows: str, heads: int, backend: str = "triton") -> tuple[dict[str, Any], dict[str, Any]]:
+    """DeepSeek-V3's latent rows, pages of 64: the table's entry, and the kernels made of it."""
+    pool = jax.ShapeDtypeStruct((1000, 64, 656 if rows == "fp8" else 576), jnp.uint8 if rows == "fp8" else jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
+    pages, held = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    decode = partial(mla_decode, value_width=512, backend=backend, chip=chip)
+    return entry_for(chip, backend, rows, heads), compile_kernels(chip, decode, q, pool, pages, held)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads"),
+    [
+        ("fp8", 16),
+        *(pytest.param("plain", heads, marks=pytest.mark.slow) for heads in (16, 32, 64, 128)),
+        *(pytest.param("fp8", heads, marks=pytest.mark.slow) for heads in (32, 64, 128)),
+    ],
+)
+def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):
+    entry, kernels = variant(chip, rows, heads)
+    config, evidence, kernel = entry["config"], entry["evidence"], kernels["mla_decode_items"]
+    assert {name for name in MMA if kernel.instructions[name]} == {evidence["mma"]}
+    assert kernel.instructions["cp.async.cg"], "the gather is not pipelined"
+    assert bool(kernel.instructions["cvt.rn.f16x2.e4m3x2"]) == (rows == "fp8")
+    assert kernel.threads == 32 * config["warps"]
+    if evidence["jax"] == jax.__version__:
+        found = {"registers": kernel.registers, "spill_bytes": kernel.spills, "smem_bytes": kernel.smem}
+        assert all(found[key] <= evidence[key] for key in found), (found, evidence)
+    resident = CHIPS[chip].blocks_resident(registers=kernel.registers, smem=kernel.smem, threads=kernel.threads)
+    assert resident == evidence["blocks_per_sm"]
+    blocks = max(1, heads // config["block_heads"])
+    assert config["workers"] == resident * CHIPS[chip].sms // blocks
+    merge = kernels["mla_decode_merge"]
+    assert merge.spills == 0 and merge.grid == (heads, 8, 1)
+
+
+@pytest.mark.parametrize("heads", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, heads):
+    entry, kernels = variant("h200", "plain", heads, "hopper")
+    evidence, kernel, config = entry["evidence"], kernels["mla_decode_hopper"], HopperConfig(**entry["config"])
+    assert kernel.instructions["wgmma.mma_async"] == 2 * 576 // 32 + 64 // 16, (
+        "logits by 16 columns, values by 16 tokens"
+    )
+    assert kernel.instructions["cp.async.bulk.tensor"] and kernel.instructions["setmaxnreg"] == 2
+    assert not kernel.instructions["mma.sync"] and kernel.threads == evidence["threads"]
+    if evidence["jax"] == jax.__version__:
+        assert kernel.registers <= evidence["registers"] and kernel.spills <= 2 * evidence["spill_bytes"]
+    assert config.smem_bytes(576) == evidence["smem_bytes"] <= CHIPS["h200"].smem_per_block
+    resident = CHIPS["h200"].blocks_resident(
+        registers=kernel.registers, smem=evidence["smem_bytes"], threads=kernel.threads
+    )
+    assert config.workers == resident * CHIPS["h200"].sms // (heads // 64)
+
+
+@pytest.mark.slow
+def test_a_step_of_decode_rows_and_a_tile_takes_the_kernel(compiler):
+    """Through `mla_attention`, as the engine calls it: 8 decode rows and one tile of 32 prompt rows."""
+    table = PageTable(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((9, 16), (9,), (9,))))
+    attend = partial(mla_attention, value_width=512, tile=32, shares=1, interleave=64, backend="gpu", chip="h200")
+    kernels = compile_kernels(
+        "h200",
+        attend,
+        jax.ShapeDtypeStruct((8 + 32, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8 + 32,), jnp.int32),
+        jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16),
+        table,
+    )
+    assert "mla_decode_hopper" in kernels and "mla_decode_merge" in kernels

@@ -4,10 +4,11 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 from splash_jax.configs import config_names
-from splash_jax.cost import load_hardware
+from splash_jax.cost import Hardware, load_hardware
 from splash_jax.engine.build import Progress
 from splash_jax.errors import TargetError
 from splash_jax.preflight.case import STEPS, Case
@@ -57,10 +58,7 @@ def switch_keys(case: Case) -> Iterator[SwitchKey]:
 
 def compile_case(case: Case, progress: Progress | None = None) -> dict[Key, Facts]:
     """Every program of a case. Raises TargetError where the compiler is missing or does not know the GPU."""
-    if case.hardware.target is None:
-        kinds = ", ".join(name for name in config_names("hardware") if load_hardware(name).target)
-        raise TargetError(f"{case.hardware.name} has no target that XLA could compile for from here; choose {kinds}.")
-    programs = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes)
+    programs = Programs(target_mesh(target_of(case.hardware), case.mesh_sizes), case.shapes)
     keys: list[Key] = [*step_keys(case), *switch_keys(case)]
     found: dict[Key, Facts] = {}
     with clear_compile_errors(), ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -90,3 +88,11 @@ def _compile(programs: Programs, key: Key) -> Facts:
         temporaries=memory.temp_size_in_bytes,
         seconds=seconds,
     )
+
+
+def target_of(hardware: Hardware) -> Path:
+    """What XLA compiles for. Raises `TargetError`, with the profiles that have it, where a profile has none."""
+    if hardware.target is None:
+        kinds = ", ".join(name for name in config_names("hardware") if load_hardware(name).target)
+        raise TargetError(f"{hardware.name} has no target that XLA could compile for from here; choose {kinds}.")
+    return hardware.target

@@ -19,6 +19,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return bench_kernels
 
 
+@pytest.mark.slow
 def test_a_dry_run_checks_every_kernel_and_writes_every_number(bench, tmp_path, capsys):
     out = tmp_path / "kernels.json"
     assert bench.main(["--dry", "--seconds", "1", "--json", str(out)]) == 0

@@ -248,6 +248,7 @@ def test_generate_writes_text_json_and_a_summary(checkpoint, tmp_path, capsys):
     assert told["switches"][0]["step"] == 3 and told["switches"][0]["dst"] == "dp"
 
 
+@pytest.mark.slow
 def test_generate_spreads_a_switch_over_steps(checkpoint, tmp_path, capsys):
     told = []
     for number, switch in enumerate(([], ["--switch", "2:dp:spread"])):

@@ -12,7 +12,7 @@ from splash_jax.scheduler import PolicyConfig, replay
 from tests.engine.conftest import TOLERANCE, add, drive, greedy, teacher_forced, tokens
 from tests.support import assert_all_free, make_llm
 
-LAYOUTS = ("tp", "dp", "dop")
+LAYOUTS = ("tp", "dop")
 # Messages cost nothing, histories much: owners lead as soon as there are several requests, and a lone one leads nobody.
 PROFILE = """
 name = "made up"
@@ -58,7 +58,7 @@ def test_the_policy_leads_to_owners_and_no_token_depends_on_it(auto: LLM, alone:
     drive(auto)
     records = auto.records[since:]
     assert any(record.switch is not None for record in records)
-    assert {record.layout for record in records if record.rows > 3} <= {"dp", "dop"}
+    assert {record.layout for record in records if record.rows > 3} == {"dop"}
     for request in requests:
         auto.engine.take(request.name)
         values = teacher_forced(alone, request.prompt_ids, request.output_ids)
@@ -88,10 +88,10 @@ def test_a_pin_and_an_allowed_set_hold_from_the_next_step_on(auto: LLM) -> None:
     since = len(auto.records)
     drive_some(auto)
     assert {record.layout for record in auto.records[since:]} == {"tp"}
-    auto.set_policy(pin=None, allowed=("tp", "dop"))
+    auto.set_policy(pin=None, allowed=("dop",))
     since = len(auto.records)
     drive_some(auto)
-    assert {record.layout for record in auto.records[since:]} <= {"tp", "dop"}
+    assert {record.layout for record in auto.records[since:]} == {"dop"}
     auto.set_policy(allowed=None)
 
 
@@ -106,7 +106,7 @@ def test_what_steps_take_corrects_the_estimates(auto: LLM) -> None:
 
 
 def test_what_a_policy_cannot_be_told(auto: LLM, llm: LLM, small: Path, profile: Path) -> None:
-    with pytest.raises(LayoutError, match="layout 'cp' is not among the allowed layouts tp, dp, dop"):
+    with pytest.raises(LayoutError, match="layout 'cp' is not among the allowed layouts tp, dop"):
         auto.set_policy(pin="cp")
     with pytest.raises(PolicyError, match="a policy has no speed; it has rule, pin"):
         auto.set_policy(speed=3)

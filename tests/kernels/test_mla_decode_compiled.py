@@ -51,7 +51,8 @@ def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):
     assert merge.spills == 0 and merge.grid == (heads, 8, 1)
 
 
-@pytest.mark.parametrize("heads", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [64, 128])
 def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, heads):
     entry, kernels = variant("h200", "plain", heads, "hopper")
     evidence, kernel, config = entry["evidence"], kernels["mla_decode_hopper"], HopperConfig(**entry["config"])

@@ -115,6 +115,7 @@ def local(nope: jax.Array, rope: jax.Array, *routing: jax.Array) -> jax.Array:
     return heads_to_owners((nope, rope), Routing(*routing), axis="rank", transfer="remote")[None]
 
 
+@pytest.mark.slow
 def test_it_compiles_to_copies_of_the_tensor_engine_and_signals_between_gpus(compiler):
     heads = P(None, "rank")
     kernels = compile_kernels(

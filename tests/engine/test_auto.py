@@ -1,18 +1,21 @@
 """layout="auto": the policy follows the load, and no output depends on it."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from splash_jax import LLM
+from splash_jax.engine.pilot import Pilot, profile_of
 from splash_jax.errors import ConfigError, LayoutError, PolicyError
 from splash_jax.scheduler import PolicyConfig, replay
 from tests.engine.conftest import TOLERANCE, add, drive, greedy, teacher_forced, tokens
 from tests.support import assert_all_free, make_llm
 
-LAYOUTS = ("tp", "dop")
+POLICY = PolicyConfig(dwell_steps=0, max_switches=1000)
 # Messages cost nothing, histories much: owners lead as soon as there are several requests, and a lone one leads nobody.
 PROFILE = """
 name = "made up"
@@ -40,25 +43,41 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def auto(small: Path, profile: Path) -> LLM:
-    policy = PolicyConfig(dwell_steps=0, max_switches=1000)
-    return make_llm(
-        small,
-        layout="auto",
-        layouts=LAYOUTS,
-        hardware=profile,
-        policy=policy,
-        decision_log=profile.parent / "log.jsonl",
-    )
+def log(profile: Path) -> Path:
+    return profile.parent / "log.jsonl"
 
 
-def test_the_policy_leads_to_owners_and_no_token_depends_on_it(auto: LLM, alone: LLM, profile: Path) -> None:
+@pytest.fixture
+def auto(llm: LLM, profile: Path, log: Path) -> Iterator[LLM]:
+    """The shared engine, all of whose programs are there, with a policy at its wheel for one test."""
+    engine = llm.engine
+    settings = replace(engine.config, policy=POLICY, hardware=profile, decision_log=log)
+    engine.pilot = Pilot(replace(engine.blueprint, config=settings), profile_of(settings))
+    yield llm
+    engine.pilot = None
+
+
+@pytest.mark.slow
+def test_an_engine_is_built_with_a_policy(small: Path, alone: LLM, profile: Path) -> None:
+    llm = make_llm(small, layout="auto", layouts=("tp", "dop"), hardware=profile, policy=POLICY)
+    assert llm.layout == "tp"
+    [ours] = llm.generate([tokens(20, 1)], greedy(12))
+    [theirs] = alone.generate([tokens(20, 1)], greedy(12))
+    assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+    assert llm.engine.pilot is not None and len(llm.engine.pilot.decisions) >= 12
+    llm.set_policy(pin="dop")
+    drive_some(llm)
+    assert llm.layout == "dop"
+
+
+def test_the_policy_leads_to_owners_and_no_token_depends_on_it(auto: LLM, alone: LLM) -> None:
+    auto.set_policy(allowed=("tp", "dp", "dop"))
     since = len(auto.records)
     requests = [add(auto, tokens(20 + 9 * i, i), greedy(12 + i, logprobs=0)) for i in range(6)]
     drive(auto)
     records = auto.records[since:]
     assert any(record.switch is not None for record in records)
-    assert {record.layout for record in records if record.rows > 3} == {"dop"}
+    assert {record.layout for record in records if record.rows > 3} <= {"dp", "dop"}
     for request in requests:
         auto.engine.take(request.name)
         values = teacher_forced(alone, request.prompt_ids, request.output_ids)
@@ -66,13 +85,14 @@ def test_the_policy_leads_to_owners_and_no_token_depends_on_it(auto: LLM, alone:
     assert_all_free(auto)
 
 
-def test_every_decision_is_logged_with_its_reasons_and_replays(auto: LLM, profile: Path) -> None:
+def test_every_decision_is_logged_with_its_reasons_and_replays(auto: LLM, log: Path) -> None:
+    since = len(auto.records)
     drive_some(auto)
-    lines = (profile.parent / "log.jsonl").read_text().splitlines()
-    assert len(lines) >= len(auto.records) > 0
+    lines = log.read_text().splitlines()
+    assert len(lines) >= len(auto.records) - since > 0
     assert len(list(replay(lines))) == len(lines)
     first = json.loads(lines[0])
-    assert set(first["layouts"]) == set(LAYOUTS)
+    assert set(first["layouts"]) == set(auto.engine.blueprint.layouts)
     assert all(told["fits"] in (True, False) and told["why"] for told in first["layouts"].values())
 
 
@@ -105,13 +125,16 @@ def test_what_steps_take_corrects_the_estimates(auto: LLM) -> None:
     assert len(auto.engine.pilot.decisions) > before
 
 
-def test_what_a_policy_cannot_be_told(auto: LLM, llm: LLM, small: Path, profile: Path) -> None:
-    with pytest.raises(LayoutError, match="layout 'cp' is not among the allowed layouts tp, dop"):
-        auto.set_policy(pin="cp")
-    with pytest.raises(PolicyError, match="a policy has no speed; it has rule, pin"):
-        auto.set_policy(speed=3)
+def test_an_engine_without_a_policy_says_so(llm: LLM) -> None:
     with pytest.raises(LayoutError, match=r"stays in \w+ until it is switched; build it with layout='auto'"):
         llm.set_policy(pin="tp")
+
+
+def test_what_a_policy_cannot_be_told(auto: LLM, small: Path) -> None:
+    with pytest.raises(LayoutError, match="layout 'xp' is not among the allowed layouts tp, dp"):
+        auto.set_policy(pin="xp")
+    with pytest.raises(PolicyError, match="a policy has no speed; it has rule, pin"):
+        auto.set_policy(speed=3)
     with pytest.raises(ConfigError, match="no hardware config is named 'h300'; there are: "):
         make_llm(small, layout="auto", hardware="h300")
     with pytest.raises(ConfigError, match="policy must be a PolicyConfig, got 'regret'"):

@@ -33,7 +33,7 @@ def test_profiles_say_what_they_are():
     assert dcu.target is None and not dcu.ranks_share_device
     told = [text for key, text in dcu.provenance.items() if "paper" in text]
     assert len(told) >= 4 and dcu.provenance["hbm_bytes_per_s"].startswith("Assumption")
-    assert cpu.ranks_share_device and sum("Measured" in text for text in cpu.provenance.values()) == 4
+    assert cpu.ranks_share_device and sum("itted to steps of small" in text for text in cpu.provenance.values()) == 7
 
 
 def _described(target: Path) -> str:

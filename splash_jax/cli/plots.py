@@ -39,7 +39,8 @@ def draw_run(records: "list[StepRecord]", path: Path, num_devices: int) -> None:
         _switches(bottom, records)
         bottom.set_xlabel("step")
         count = len({record.layout for record in records})
-        route = f"{('one', 'two', 'three', 'four', 'five', 'six')[count - 1]} attention layout{'s' if count > 1 else ''}"
+        words = ("one", "two", "three", "four", "five", "six")
+        route = f"{words[count - 1]} attention layout{'s' if count > 1 else ''}"
         figure.suptitle(f"One batch drains through {route}; no request stops", fontsize=15, y=0.985)
         figure.tight_layout(rect=(0, 0, 1, 0.985))
         figure.savefig(path, dpi=120)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from splash_jax.errors import ProgramMissing
+from splash_jax.runtime.host_maps import MemoryMaps
 from splash_jax.runtime.keys import Key, ResetKey, StepKey, SwitchKey
 from splash_jax.runtime.options import compiler_options
 from splash_jax.runtime.placing import to_devices
@@ -54,10 +55,16 @@ class Programs:
         return program
 
     def prepare(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing of `keys`, two at a time: tracing holds the interpreter, compiling does not."""
+        """Compile what is missing of `keys`, two at a time: tracing holds the interpreter, compiling does not.
+
+        Raises `ConfigError` where they would take more memory maps than Linux allows a process, as soon as that is known.
+        """
         missing = [key for key in dict.fromkeys(keys) if key not in self._programs]
+        maps = MemoryMaps.of_process()
         with ThreadPoolExecutor(2) as pool:
             for done, _ in enumerate(pool.map(self.get, missing), 1):
+                if maps and done % 8 == 0:
+                    maps.check(done, len(missing))
                 if progress:
                     progress(done, len(missing))
 

@@ -24,13 +24,10 @@ from splash_jax.cost import load_hardware
 from splash_jax.preflight.kernels import compile_kernels
 from splash_jax.runtime.collectives import collective_bytes
 from splash_jax.runtime.target import target_mesh
+from tests.kernels.random_bits import random_bits
 
 WIDTHS = {"aligned": (16, 8), "an odd number of bf16": (7, 3)}
 INTERPRETED = {"backend": "triton", "interpret": True}
-
-
-def random_bits(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(0, 2**16, shape).astype(np.uint16)
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:
@@ -76,8 +73,8 @@ def test_every_row_meets_all_its_heads_at_its_owner_and_goes_back(ranks, widths,
     owners = np.where(np.arange(N) % 2, owners, 0)  # uneven: rank 0 has most
     owners[2] = -1
     routing = route_rows(owners, ranks=ranks, capacity=capacity)
-    parts = [random_bits(rng, N, ranks * heads, width) for width in WIDTHS[widths]]
-    out = random_bits(rng, ranks, capacity, ranks * heads, V)
+    parts = [random_bits(rng, (N, ranks * heads, width), jnp.bfloat16) for width in WIDTHS[widths]]
+    out = random_bits(rng, (ranks, capacity, ranks * heads, V), jnp.bfloat16)
     q, z = exchange(ranks, parts, out, routing, **how)
 
     want_q, want_z = np.zeros_like(q), np.zeros_like(z)

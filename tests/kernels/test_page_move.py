@@ -12,21 +12,22 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.page_move import GATHERS, gather_pages, scatter_pages, send_pages
 from pallas_kernels.page_move import triton as kernel
 from splash_jax.preflight.kernels import compile_kernels
+from tests.kernels.random_bits import random_bits
 
 PAGES = {
-    "bf16 latents": ((4, 72), np.uint16, jnp.bfloat16),
-    "FP8 rows": ((3, 164), np.uint8, jnp.uint8),
-    "an odd number of bytes": ((3, 5), np.uint8, jnp.uint8),
-    "an odd number of bf16": ((3, 5), np.uint16, jnp.bfloat16),
-    "float32": ((5,), np.uint32, jnp.float32),
+    "bf16 latents": ((4, 72), jnp.bfloat16),
+    "FP8 rows": ((3, 164), jnp.uint8),
+    "an odd number of bytes": ((3, 5), jnp.uint8),
+    "an odd number of bf16": ((3, 5), jnp.bfloat16),
+    "float32": ((5,), jnp.float32),
 }
 BACKENDS = pytest.mark.parametrize("how", [{"backend": name, "interpret": name != "ref"} for name in GATHERS], ids=str)
 
 
 def pool_of(name: str, pages: int, seed: int = 0) -> jax.Array:
     """Pages of random bits, NaNs among them."""
-    shape, bits, dtype = PAGES[name]
-    raw = np.random.default_rng(seed).integers(0, np.iinfo(bits).max, (pages, *shape), bits, endpoint=True)
+    shape, dtype = PAGES[name]
+    raw = random_bits(np.random.default_rng(seed), (pages, *shape), dtype)
     return jax.lax.bitcast_convert_type(jnp.asarray(raw), dtype)
 
 

@@ -1,4 +1,4 @@
-"""The memory maps of this process. XLA:CPU takes a few for every kernel, and without any left LLVM crashes the process."""
+"""The memory maps of this process. XLA:CPU takes a few for every kernel, and where none are left LLVM crashes."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -57,7 +57,7 @@ class Programs:
     def prepare(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what is missing of `keys`, two at a time: tracing holds the interpreter, compiling does not.
 
-        Raises `ConfigError` where they would take more memory maps than Linux allows a process, as soon as that is known.
+        Raises `ConfigError` as soon as it is known that they take more memory maps than Linux allows a process.
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._programs]
         maps = MemoryMaps.of_process()

@@ -5,11 +5,11 @@ import numpy as np
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Any value of a dtype, denormals, infinities and NaNs too; but no NaN that signals, for CPUs make such quiet."""
+    """Any value of a dtype: denormals, infinities and NaNs too, but of NaNs the usual one, for CPUs change others."""
     unsigned = np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
     bits = rng.integers(0, np.iinfo(unsigned).max, shape, unsigned, endpoint=True)
     if not jnp.issubdtype(dtype, jnp.floating):
         return bits
-    quiet = unsigned.type(1 << (jnp.finfo(dtype).nmant - 1))
+    usual = np.array(np.nan, dtype).view(unsigned)
     with np.errstate(invalid="ignore"):
-        return np.where(np.isnan(bits.view(dtype)), bits | quiet, bits)
+        return np.where(np.isnan(bits.view(dtype)), usual, bits)

@@ -25,5 +25,5 @@ def test_unknown_where_linux_does_not_say(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_engine_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "limit").write_text("1000")
     monkeypatch.setattr(host_maps, "LIMIT", tmp_path / "limit")
-    with pytest.raises(ConfigError, match="vm.max_map_count allows 1,000"):
+    with pytest.raises(ConfigError, match=r"vm\.max_map_count allows 1,000"):
         make_llm(write_checkpoint(tmp_path), num_devices=1, layouts=("tp",), compile_ahead=True)

@@ -11,10 +11,10 @@ import numpy as np
 
 from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.cost import Load, ServedModel, SwitchQuote, load_hardware, quote_switch
-from splash_jax.engine import Engine, EngineConfig, StepRecord
+from splash_jax.engine import Engine, EngineConfig, Records, StepRecord
 from splash_jax.engine.config import mesh_ranks
 from splash_jax.errors import LayoutError, PolicyError, RequestError, SplashError
-from splash_jax.kv import PagePool
+from splash_jax.kv import filled_pool
 from splash_jax.ownership import SwitchPlan
 from splash_jax.scheduler import PolicyConfig, Request, SamplingParams, Status
 
@@ -59,8 +59,8 @@ class LLM:
         return str(self.engine.layout)
 
     @property
-    def records(self) -> list[StepRecord]:
-        """What every step so far did."""
+    def records(self) -> Records:
+        """What every step so far did: `records[n:]` since there were n. The latest 65,536 are kept."""
         return self.engine.records
 
     def generate(
@@ -74,8 +74,9 @@ class LLM:
         """Complete prompts (text or token ids), in order.
 
         `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch
-        happens inside that step. A pair such as `("dp", "spread")` also says how; see `switch`. `on_step` is called
-        with the record of every step whose results were read.
+        happens inside that step. A pair such as `("dp", "spread")` also says how; see `switch`. Steps are those that
+        this call drives, and one that never comes, because all requests ended before it, makes no switch. `on_step` is
+        called with the record of every step whose results were read.
 
         Raises `RequestError` for a prompt or setting that cannot be served, and `LayoutError` for an unknown layout:
         nothing is queued then. When a switch could not be made, its `SwitchRefused` (or `LayoutError`, where the engine
@@ -102,7 +103,10 @@ class LLM:
         switches: Mapping[int, Move] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or several, rendered with the checkpoint's own chat template."""
+        """Complete one conversation or several, rendered with the checkpoint's own chat template.
+
+        Raises what `generate` raises, and `RequestError` for messages that the template does not take.
+        """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise RequestError("chat needs a tokenizer; leave skip_tokenizer_init at False.")
@@ -111,7 +115,10 @@ class LLM:
         return self.generate(ids, sampling_params, switches=switches, on_step=on_step)
 
     def logits(self, token_ids: Sequence[int], *, switches: Mapping[int, Move] | None = None) -> np.ndarray:
-        """Logits after each of the given tokens, f32[len, vocab], computed by the serving path: chunked and paged."""
+        """Logits after each of the given tokens, f32[len, vocab], computed by the serving path: chunked and paged.
+
+        Raises what `generate` raises; `RequestError` too where the engine was built without `scoring`.
+        """
         self._check_switches(switches)
         request = self.engine.add_request(self._name(), _ids(token_ids), SamplingParams(), score=True)
         refusal = self._run([request], switches, None)
@@ -124,18 +131,15 @@ class LLM:
         """The plan of a switch, carried out by nobody.
 
         Of what is live now, seen from `src` (default: the present layout); or, with `tokens`, of requests that hold so
-        many tokens each, owners dealt round-robin.
+        many tokens each, owners dealt round-robin. Raises `SwitchRefused` when it does not fit, `RequestError` for
+        requests that the source has no room for, and `LayoutError` for an unknown layout.
         """
         engine = self.engine
         source = engine.layout if src is None else engine.allowed_layout(src)
         target = engine.allowed_layout(dst)
         if tokens is not None:
-            pool = PagePool(source, engine.blueprint.shapes.kv, engine.blueprint.pages[source])
-            for i, count in enumerate(_counts(tokens, engine.max_model_len)):
-                pool.add(str(i), i % source.size)
-                if pool.shortfall(str(i), count):
-                    raise RequestError(f"layout {source} has no room for requests of {list(tokens)} tokens.")
-                pool.grow(str(i), count)
+            counts, blueprint = _counts(tokens, engine.max_model_len), engine.blueprint
+            pool = filled_pool(source, blueprint.shapes.kv, blueprint.pages[source], counts)
             return engine.plan(target, pool.manifest())
         return engine.plan(target, None if source == engine.layout else engine.plan(source).after)
 
@@ -162,7 +166,8 @@ class LLM:
 
         `mode` is "splash", inside the step; "spread", over several ordinary steps (where the engine was built with it
         in `switch_modes`); or "blocking", all state before the step. Outputs do not depend on it. Requests that run
-        keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit.
+        keep running. Raises `SwitchRefused`, with nothing changed, when it does not fit; `LayoutError` for a layout,
+        mode or direction that the engine was not built for; and `EngineFailed` when a step raised in its middle.
         """
         future = self.engine.request_switch(dst, mode)
         self._drive(lambda: not future.done())
@@ -214,7 +219,7 @@ class LLM:
                     own = name if setting.n == 1 else f"{name}-{sample}"
                     seed = group[0].seed if group else None
                     group.append(self.engine.add_request(own, prompt, setting, sample=sample, seed=seed))
-        except SplashError:
+        except BaseException:
             self._drop(request for group in groups for request in group)
             raise
         return groups
@@ -266,7 +271,9 @@ class LLM:
     def _take_logits(self, request: Request) -> np.ndarray:
         _, _, rows = self.engine.take(request.name)
         if rows is None:
-            raise RequestError(f"request {request.name} ended with {request.finish_reason} before it was scored.")
+            raise RequestError(
+                request.error or f"request {request.name} ended with {request.finish_reason} before it was scored."
+            )
         return rows
 
     def _output(self, prompt: Prompt, group: list[Request], params: SamplingParams) -> RequestOutput:

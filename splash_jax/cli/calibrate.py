@@ -9,7 +9,7 @@ from typer import Option
 
 from splash_jax.cli.process import prepare_process
 from splash_jax.cli.startup import STDERR, startup_bars
-from splash_jax.cli.values import model_path
+from splash_jax.cli.values import check_targets, model_path
 from splash_jax.errors import ConfigError
 
 UNITS = {
@@ -36,6 +36,11 @@ def calibrate(
     target = out or Path("configs") / "hardware" / f"{name}.toml"
     if target.suffix != ".toml" or target.is_dir():
         raise typer.BadParameter(f"{target} is no .toml file; name one.", param_hint="--out")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
+    check_targets(out=target)
     prepare_process(num_devices)
     from splash_jax.calibrate import calibrate as measure
     from splash_jax.calibrate import profile_toml
@@ -59,9 +64,5 @@ def calibrate(
         "most.",
         soft_wrap=True,
     )
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(profile_toml(found), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
+    target.write_text(profile_toml(found), encoding="utf-8")
     typer.echo(f"written to {target}")

@@ -14,7 +14,7 @@ from splash_jax.cli.process import prepare_process
 from splash_jax.cli.startup import STDERR, startup_bars
 from splash_jax.cli.values import (
     byte_size,
-    check_json_target,
+    check_targets,
     mesh_and_ranks,
     model_path,
     switch_steps,
@@ -62,7 +62,7 @@ def generate(
     """Complete prompts, on any number of devices, switching the layout where asked to."""
     prompts = _read_prompts(prompt or [], prompts_file)
     switches = switch_steps(switch or [])
-    check_json_target(json)
+    check_targets(json=json)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
     axes, ranks = mesh_and_ranks(mesh, num_devices)
     prepare_process(ranks)

@@ -17,8 +17,8 @@ COLOURS = {
 LANES = {"compute": 1, "communication": 0}
 
 
-def draw_lanes(report: "Report", path: Path) -> None:
-    """Draw every switch that transfers into a PNG: a row each, decode and prefill side by side."""
+def draw_lanes(report: "Report", path: Path) -> bool:
+    """Draw every switch that transfers into a PNG, a row each, decode beside prefill. False: there is none."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -29,7 +29,7 @@ def draw_lanes(report: "Report", path: Path) -> None:
     keys = _programs(report)
     rows = list(dict.fromkeys(route for route, _ in keys))
     if not rows:
-        raise ValueError("no switch between these layouts transfers anything: there is nothing to draw.")
+        return False
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(
             len(rows), len(STEPS), figsize=(13, 1.15 * len(rows) + 1.6), squeeze=False, sharex="col"
@@ -51,6 +51,7 @@ def draw_lanes(report: "Report", path: Path) -> None:
         figure.tight_layout(rect=(0, 0.04, 1, 0.99))
         figure.savefig(path, dpi=110)
         plt.close(figure)
+    return True
 
 
 def _programs(report: "Report") -> "dict[tuple[str, str], SwitchKey]":

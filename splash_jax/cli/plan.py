@@ -14,7 +14,7 @@ from typer import Option
 from splash_jax.cli.process import prepare_process
 from splash_jax.cli.values import (
     byte_size,
-    check_json_target,
+    check_targets,
     in_bytes,
     mesh_and_ranks,
     model_path,
@@ -62,7 +62,7 @@ def plan(
     """
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
-    check_json_target(json)
+    check_targets(json=json, plot=plot)
     if mesh is None and num_devices is None:
         raise typer.BadParameter("give the number of ranks, -T 8, or their axes, --mesh node=2,chip=4.")
     axes, ranks = mesh_and_ranks(mesh, num_devices)
@@ -197,17 +197,15 @@ def _plan(drawn: "dict[str, Blueprint | str]", src: str, dst: str, counts: list[
 
 
 def _fill(blueprint: "Blueprint", counts: list[int]) -> "Manifest | str":
-    """Requests of so many tokens each in a blueprint's only layout, owners dealt round-robin."""
-    from splash_jax.kv import PagePool
+    """Requests of so many tokens each in a blueprint's only layout, or why it cannot hold them."""
+    from splash_jax.errors import RequestError
+    from splash_jax.kv import filled_pool
 
     (layout,) = blueprint.layouts.values()
-    pool = PagePool(layout, blueprint.shapes.kv, blueprint.pages[layout])
-    for i, count in enumerate(counts):
-        pool.add(str(i), i % layout.size)
-        if lack := pool.shortfall(str(i), count):
-            return f"layout {layout} cannot hold these requests: request {i} lacks {lack} pages on a rank."
-        pool.grow(str(i), count)
-    return pool.manifest()
+    try:
+        return filled_pool(layout, blueprint.shapes.kv, blueprint.pages[layout], counts).manifest()
+    except RequestError as refusal:
+        return str(refusal)
 
 
 def _print(

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 # Paul Tol's "muted" colours: told apart by readers with any colour vision, and in print.
 OWNERS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255")
 SHARED = "#BBBBBB"
-BANDS = {"dp": "#FDF3DC", "dop": "#E3F1E6", "tp": "#E4ECF8", "cp": "#F8E6EC"}
-MORE_BANDS = {"dcp": "#EFE3F3", "rep": "#E8E8E8"}
+BANDS = {
+    "dp": "#FDF3DC", "dop": "#E3F1E6", "tp": "#E4ECF8", "cp": "#F8E6EC", "dcp": "#EFE3F3", "rep": "#E8E8E8",
+}  # fmt: skip
 PROJECTIONS, ALLOCATED, USED = "#DDAA33", "#BFD7EA", "#004488"
 MIB = 2**20
 

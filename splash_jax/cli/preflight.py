@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Option
 
 from splash_jax.cli.startup import startup_bars
-from splash_jax.cli.values import in_bytes, write_json
+from splash_jax.cli.values import check_targets, in_bytes, in_ms, write_json
 
 if TYPE_CHECKING:
     from splash_jax.preflight import Report
@@ -42,6 +42,7 @@ def preflight(
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw what lies beside each transfer, as a PNG.")] = None,
 ) -> None:
     """Compile every step and switch for GPUs that are not here, and say what would happen on them."""
+    check_targets(json=json, plot=plot)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU compiler is asked by name; a GPU that happens to be here is not
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # without a device the compiler has much to say about tuning
     from splash_jax.cost import load_hardware
@@ -54,6 +55,8 @@ def preflight(
         prefill_tokens=prefill_tokens, block_size=block_size, memory_fraction=memory_fraction, dtype=dtype,
         kinds=() if kinds is None else tuple(kinds.split(",")),
     )  # fmt: skip
+    if plot is not None and len(chosen) == 1:
+        raise typer.BadParameter("draws switches; name two layouts or more.", param_hint="--plot")
     began = perf_counter()
     with startup_bars() as progress:
         facts = compile_case(case, progress)
@@ -65,7 +68,8 @@ def preflight(
     if plot is not None:
         from splash_jax.cli.lanes import draw_lanes
 
-        draw_lanes(report, plot)
+        if not draw_lanes(report, plot):
+            typer.echo("no switch between these layouts transfers anything: nothing is drawn.", err=True)
 
 
 def print_report(console: Console, report: "Report") -> None:
@@ -103,10 +107,6 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
     return table
 
 
-def _in_ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{milliseconds:.3g} ms"
-
-
 def _layouts(report: "Report") -> list[Table]:
     held = _table(
         "What a rank holds", ("layout",), ("projections", "other weights", "KV", "KV, all ranks", "temporaries")
@@ -116,7 +116,7 @@ def _layouts(report: "Report") -> list[Table]:
         name = x.layout if x.fits else f"{x.layout} *"
         sizes = (x.projections_bytes, x.common_bytes, x.kv_bytes, x.kv_group_bytes, max(x.temporary_bytes.values()))
         held.add_row(name, *map(in_bytes, sizes))
-        times = (_in_ms(x.step_ms[step]) for step in x.step_ms)
+        times = (in_ms(x.step_ms[step] / 1e3) for step in x.step_ms)
         room.add_row(name, f"{x.pages:,}", f"{x.distinct_tokens:,}", *times)
     return [held, room]
 
@@ -146,8 +146,8 @@ def _switches(report: "Report") -> list[Table]:
         shares = ("-" if share is None else f"{100 * share:.1f} %" for share in (x.overlapped_share, x.computing_share))
         moved.add_row(name, x.primitives["weights"], x.primitives["kv"], *sizes, *shares)
         if x.compiled_bytes:
-            times = [f"+{_in_ms(x.exposed_ms)}", f"+{_in_ms(x.exposed_ms_prefill)}"]
-            times.append(f"+{_in_ms(x.spread['exposed_ms'])} in {x.spread['steps']}")
+            times = [f"+{in_ms(x.exposed_ms / 1e3)}", f"+{in_ms(x.exposed_ms_prefill / 1e3)}"]
+            times.append(f"+{in_ms(x.spread['exposed_ms'] / 1e3)} in {x.spread['steps']}")
         else:
             times = ["0", "0", "-"]
         costs.add_row(name if x.fits else f"{name} *", in_bytes(x.peak_bytes), in_bytes(x.bound_bytes), *times)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splash_jax.cli.plots import BANDS, MORE_BANDS
+from splash_jax.cli.plots import BANDS
 from splash_jax.cli.values import in_bytes, in_ms
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from splash_jax.cost.switch import SwitchQuote
     from splash_jax.ownership import Layout, StateBytes
 
-MILLION = 10_000_000
-CONTEXTS = (*(1024 * 2**i for i in range(14)), MILLION)  # 1K to 8M, and ten million
+TEN_MILLION = 10_000_000
+CONTEXTS = (*(1024 * 2**i for i in range(14)), TEN_MILLION)  # 1K to 8M, and ten million
 BATCHES = tuple(2**i for i in range(11))
-SWITCHED = (16_384, 131_072, 1_048_576, MILLION)
+SWITCHED = (16_384, 131_072, 1_048_576, TEN_MILLION)
 ROWS = (1, 512)  # of each request in a step: decode, and a chunk of a prompt
 ROWS_TOLD = f"steps of one row of each request (decode), and of {ROWS[1]} (chunks of prompts)"
 
@@ -229,7 +229,7 @@ def _map(made: "RegimeMap", what: str) -> Table:
 
 def colour(layout: str) -> str:
     """The colour of a layout's regime; a mix of roles has that of none."""
-    return {**BANDS, **MORE_BANDS}.get(layout, "#DDDDDD")
+    return BANDS.get(layout, "#DDDDDD")
 
 
 def _walls(found: Outlook) -> Table:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from splash_jax.cli.values import check_targets
+
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Row, Traffic
 
@@ -49,9 +51,7 @@ def simulate(
     os.environ["JAX_PLATFORMS"] = "cpu"
     if groups > 1 and (plot is not None or log is not None):
         raise typer.BadParameter("a fleet has no one run to draw or log; leave --groups at 1.", param_hint="--plot")
-    for target, hint in ((out, "--csv"), (plot, "--plot"), (log, "--log")):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {target.absolute().parent}; make it first.", param_hint=hint)
+    check_targets(csv=out, plot=plot, log=log)
     from splash_jax.simulate import compare, ways_of
 
     deployment = _deployment(

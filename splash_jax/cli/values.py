@@ -88,16 +88,20 @@ def in_ms(seconds: float) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{milliseconds:.3g} ms"
 
 
-def check_json_target(target: Path | None) -> None:
-    """Refuse, before a long run, a file that could not be written after it."""
-    if target is None or str(target) == "-":
-        return
-    if target.is_dir():
-        raise typer.BadParameter(f"{target} is a folder; name a file in it.", param_hint="--json")
-    if not target.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {target.parent}; make it first.", param_hint="--json")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise typer.BadParameter(f"{target} may not be written; choose another file.", param_hint="--json")
+def check_targets(**targets: Path | None) -> None:
+    """Refuse, before a long run, files that could not be written after it. Each by its option: json=Path("a.json")."""
+    for name, target in targets.items():
+        if target is None or (name == "json" and str(target) == "-"):
+            continue
+        wrong = ""
+        if target.is_dir():
+            wrong = f"{target} is a folder; name a file in it."
+        elif not target.parent.is_dir():
+            wrong = f"there is no folder {target.parent}; make it first."
+        elif not os.access(target if target.exists() else target.parent, os.W_OK):
+            wrong = f"{target} may not be written; choose another file."
+        if wrong:
+            raise typer.BadParameter(wrong, param_hint=f"--{name}")
 
 
 def write_json(target: Path, value: Any) -> None:

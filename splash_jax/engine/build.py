@@ -107,14 +107,16 @@ class Blueprint:
             route = self.route(src, dst)
             if route.moves_nothing:
                 continue
-            yield SwitchKey(route=route)
-            beside = kinds[:-1] if SwitchMode.SPLASH in self.config.switch_modes else ()
+            modes = self.config.switch_modes
+            if SwitchMode.SPLASH in modes or SwitchMode.BLOCKING in modes:
+                yield SwitchKey(route=route)
+                if route.in_rounds:
+                    yield SwitchKey(route=route, more=True)
+            beside = kinds[:-1] if SwitchMode.SPLASH in modes else ()
             for bucket in switch_buckets(self.buckets[dst]):
                 for kind in dict.fromkeys(beside):
                     yield SwitchKey(route=route, kind=kind, bucket=bucket)
-            if route.in_rounds:
-                yield SwitchKey(route=route, more=True)
-            if SwitchMode.SPREAD in self.config.switch_modes:
+            if SwitchMode.SPREAD in modes:
                 pairs = list(zip(*(switch_buckets(self.buckets[layout]) for layout in (src, dst)), strict=True))
                 yield from spread_programs(route, self.config.spread_parts, list(dict.fromkeys(kinds)), pairs)
 
@@ -149,7 +151,8 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     state = replace(state, common=state.common + sampler_bytes(shapes))
-    budget = config.device_memory_bytes or free_bytes or _default_budget(config, state, kv, longest)
+    measured = config.device_memory_bytes if free_bytes is None else free_bytes
+    budget = _default_budget(config, state, kv, longest) if measured is None else measured
     pages = {
         layout: pages_that_fit(state, layout, page_size=kv.page_size, budget=budget, reserve=config.reserve_bytes)
         for layout in layouts.values()

@@ -39,8 +39,8 @@ class EngineConfig:
     block_size: int = 16  # tokens per page
     cp_interleave: int | None = None  # consecutive positions per rank where positions are dealt out; None: a page
     device_memory_bytes: int | None = None  # per rank, weights included; None: measured free memory, on CPU a default
+    reserve_bytes: int = 0  # of device_memory_bytes, kept free for programs' temporaries
     transfer_bytes: int | None = None  # most KV that a rank receives at a time in a switch; None: 1.5 times a layer's
-    reserve_bytes: int = 0  # of it, kept free for programs' temporaries
     penalties: bool = True  # keep token counts per request, so that penalties work
     scoring: bool = True  # compile the programs of `logits`
     compile_ahead: bool = True  # False: compile each program at its first use instead

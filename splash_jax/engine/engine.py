@@ -18,7 +18,7 @@ from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
 from splash_jax.engine.pilot import Expected, Pilot, profile_of
-from splash_jax.engine.records import StepRecord, make_record
+from splash_jax.engine.records import Records, StepRecord, make_record
 from splash_jax.engine.requests import check_request, stop_ids
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
@@ -87,7 +87,7 @@ class Engine:
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
         self.pilot = None if hardware is None else Pilot(self.blueprint, hardware)
-        self.records: list[StepRecord] = []
+        self.records = Records()
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
         self._aborts: deque[str] = deque()
@@ -180,7 +180,8 @@ class Engine:
         if isinstance(name, str):
             layout = allowed.get(name) or allowed.get(self.config.spelled_out(name))
         if layout is None:
-            raise LayoutError(f"layout {name!r} is not among the allowed layouts {', '.join(allowed)}.")
+            known = ", ".join(allowed)
+            raise LayoutError(f"layout {name!r} is not among the allowed layouts {known}; build it in with layouts.")
         return layout
 
     def plan(self, dst: Layout, now: Manifest | None = None) -> SwitchPlan:
@@ -330,7 +331,8 @@ class Engine:
         Until the last line nothing has changed, whatever raises.
         """
         if (self.layout, dst) not in self.blueprint.directions():
-            raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions.")
+            known = ", ".join(f"{src} -> {to}" for src, to in self.blueprint.directions())
+            raise LayoutError(f"switch {self.layout} -> {dst} is not among the engine's directions {known}.")
         plan, route = self.plan(dst), self.blueprint.route(self.layout, dst)
         if reason := lacks_room(route, plan.kv):
             raise SwitchRefused(f"switch {self.layout} -> {dst} does not fit its compiled transfer: {reason}")

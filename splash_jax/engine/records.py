@@ -1,11 +1,16 @@
 """What an engine did, step by step: for logs, tables and plots."""
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from splash_jax.engine.build import Blueprint
 from splash_jax.kv import PagePool
 from splash_jax.ownership import Bucket, SwitchPlan
 from splash_jax.scheduler import Schedule, Scheduler
+
+KEPT = 65_536  # records that an engine holds, the latest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,40 @@ class StepRecord:
     switch: SwitchPlan | None = None
     switch_mode: str | None = None  # how it was carried out
     layers_ahead: int = 0  # of a spread switch under way: layers that ran in its destination
+
+
+class Records(Sequence[StepRecord]):
+    """The records of an engine's steps, numbered from its first one on; only the latest `kept` are still here.
+
+    `records[first:]` is what came since there were `first`, and iterating gives what is here.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._latest: deque[StepRecord] = deque(maxlen=kept)
+        self._count = 0
+
+    def append(self, record: StepRecord) -> None:
+        self._latest.append(record)
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(tuple(self._latest))
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        gone = self._count - len(self._latest)
+        if isinstance(index, slice):
+            return [self._latest[i - gone] for i in range(*index.indices(self._count)) if i >= gone]
+        place = index if index >= 0 else index + self._count
+        if not gone <= place < self._count:
+            raise IndexError(f"record {index} is not here: of {self._count} the latest {len(self._latest)} are kept.")
+        return self._latest[place - gone]
 
 
 def make_record(

@@ -5,8 +5,8 @@ import numpy as np
 from splash_jax.engine.build import Blueprint
 from splash_jax.errors import RequestError
 from splash_jax.models.config import ModelConfig
+from splash_jax.runtime.shapes import MAX_STOP_IDS
 from splash_jax.scheduler import SamplingParams
-from splash_jax.scheduler.params import MAX_STOP_IDS
 
 
 def stop_ids(model: ModelConfig, params: SamplingParams) -> frozenset[int]:

@@ -1,8 +1,8 @@
 """Which page of which rank holds what: the host half of the paged KV store. No jax."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from splash_jax.errors import PoolCorrupt
+from splash_jax.errors import PoolCorrupt, RequestError
 from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages, lags_of_holders
 
 
@@ -131,3 +131,20 @@ class PagePool:
                 )
         if live is not None and (stray := set(self._home) - set(live)):
             raise PoolCorrupt(f"pages are held for requests that are gone: {sorted(stray)[:8]}.")
+
+
+def filled_pool(layout: Layout, kv: KVShape, pages_per_rank: int, tokens: Sequence[int]) -> PagePool:
+    """A pool of requests "0", "1", ... that hold so many tokens each, owners dealt round-robin.
+
+    Raises `RequestError` where they do not fit.
+    """
+    pool = PagePool(layout, kv, pages_per_rank)
+    for i, count in enumerate(tokens):
+        pool.add(str(i), i % layout.size)
+        if lack := pool.shortfall(str(i), count):
+            raise RequestError(
+                f"layout {layout} has {pages_per_rank:,} pages of {kv.page_size} tokens per rank: request {i} of "
+                f"{len(tokens)}, of {count:,} tokens, lacks {lack:,}. Give it more memory, or fewer tokens."
+            )
+        pool.grow(str(i), count)
+    return pool

@@ -1,7 +1,5 @@
 """One history kept in two page pools: while a switch is spread over steps, some layers run in either layout. No jax."""
 
-from collections.abc import Iterable
-
 from splash_jax.kv.pool import PagePool
 from splash_jax.ownership import Layout
 
@@ -56,8 +54,3 @@ class TwinPool:
 
     def free_pages(self) -> list[int]:
         return self.src.free_pages() + self.dst.free_pages()
-
-    def check(self, live: Iterable[str] | None = None) -> None:
-        live = None if live is None else list(live)
-        self.src.check(live)
-        self.dst.check(live)

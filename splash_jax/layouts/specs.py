@@ -51,7 +51,7 @@ def pool_spec(layout: Layout) -> P:
 def check_heads(layout: Layout, num_heads: int) -> None:
     """Raise `LayoutError` unless the heads can be split over all ranks, as some layout may want."""
     if num_heads % layout.size:
-        fits = [t for t in range(1, 9) if num_heads % t == 0]
+        fits = [t for t in range(1, layout.size) if num_heads % t == 0]
         raise LayoutError(
             f"{num_heads} attention heads cannot be split over {layout.size} devices; choose num_devices from {fits}."
         )

@@ -14,7 +14,7 @@ from splash_jax.cost import Hardware
 from splash_jax.engine import EngineConfig
 from splash_jax.engine.build import make_buckets
 from splash_jax.errors import ConfigError
-from splash_jax.kv import PagePool
+from splash_jax.kv import filled_pool
 from splash_jax.layouts import make_layout
 from splash_jax.layouts.specs import check_heads
 from splash_jax.models.config import ModelConfig, read_model_config
@@ -94,11 +94,8 @@ class Case:
         return max(0, held.total + self.reserve - self.budget)
 
     def plan(self, src: Layout, dst: Layout) -> SwitchPlan:
-        """The switch of the whole batch, owners dealt round-robin."""
-        pool = PagePool(src, self.shapes.kv, self.pages(src))
-        for i in range(self.batch):
-            pool.add(str(i), i % src.size)
-            pool.grow(str(i), self.context)
+        """The switch of the whole batch."""
+        pool = filled_pool(src, self.shapes.kv, self.pages(src), [self.context] * self.batch)
         return plan_switch(pool.manifest(), dst, pages_per_rank=self.pages(dst), state=self.state)
 
     @cached_property

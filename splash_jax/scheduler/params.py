@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from splash_jax.errors import RequestError
 
 MAX_LOGPROBS = 20
-MAX_STOP_IDS = 16
 GREEDY_BELOW = 1e-5  # a temperature below is 0: dividing by it would only overflow
 
 

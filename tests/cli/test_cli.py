@@ -70,6 +70,9 @@ def ends(arguments: list[str]) -> int | str | None:
         (["plan", "small", "-T", "2", "--json", "nowhere/a.json"], "there is no folder nowhere; make it first."),
         (["plan", "small", "-T", "2", "--json", "."], ". is a folder; name a file in it."),
         (["generate", "small", "--prompt", "a", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["plan", "small", "-T", "2", "--hardware", "cpu", "--plot", "."], ". is a folder; name a file in it."),
+        (["preflight", "deepseek-v3.2", "--plot", "nowhere/a.png"], "there is no folder nowhere; make it first."),
+        (["preflight", "deepseek-v3.2", "--layouts", "tp", "--plot", "a.png"], "draws switches; name two layouts"),
         (["generate", "small", "--prompt", "a", "--max-num-seqs", "0"], "Input should be greater than or equal to 1"),
         (["demo", "--out", f"{__file__}/pictures"], "cannot be a folder (Not a directory); choose another."),
         (

@@ -40,6 +40,24 @@ def test_generate_works_again_after_ctrl_c_in_the_middle_of_a_step(llm: LLM, mon
     assert_all_free(llm)
 
 
+def test_nothing_stays_queued_after_ctrl_c_between_two_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, added = llm.engine.add_request, []
+
+    def interrupted(*arguments, **named):
+        if added:
+            signal.raise_signal(signal.SIGINT)
+        added.append(arguments)
+        return add(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6], [7]], greedy(8))
+    assert len(added) == 1
+    assert not llm.engine.scheduler.unfinished
+    assert_all_free(llm)
+
+
 def test_a_second_ctrl_c_does_not_wait() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts_held():

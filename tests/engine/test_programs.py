@@ -41,6 +41,16 @@ def test_six_layouts_and_thirty_directions(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_switch_costs_only_the_programs_of_its_modes(tmp_path: Path) -> None:
+    count = {
+        modes: len([key for key in keys_of(tmp_path, 8, switch_modes=modes) if isinstance(key, SwitchKey)])
+        for modes in (("blocking",), ("splash",), ("splash", "blocking"), ("spread",))
+    }
+    assert count["blocking",] == 26 + 6
+    assert count["splash",] == count["splash", "blocking"] == 5 * 26 + 6
+    assert count["spread",] == 0
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_hybrids_cost_what_others_cost(tmp_path: Path, mesh: str) -> None:
     sizes = MESHES[mesh]

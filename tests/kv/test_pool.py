@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splash_jax.errors import PoolCorrupt
-from splash_jax.kv import PagePool
+from splash_jax.errors import PoolCorrupt, RequestError
+from splash_jax.kv import PagePool, filled_pool
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import KVShape, StateBytes, plan_switch
 
@@ -184,3 +184,11 @@ def test_a_manifest_that_shares_a_page_is_not_adopted():
     share(pool)
     with pytest.raises(PoolCorrupt, match="rank 2"):
         PagePool.adopt(pool.manifest())
+
+
+def test_requests_of_given_lengths_are_dealt_round_robin():
+    kv, layout = KVShape(page_size=4, interleave=4, bytes_per_token=1), make_layout("dp", {"rank": 2})
+    held = filled_pool(layout, kv, PAGES, [5, 1, 8]).manifest()
+    assert [(r.home, r.num_tokens) for r in held.requests.values()] == [(0, 5), (1, 1), (0, 8)]
+    with pytest.raises(RequestError, match=r"12 pages of 4 tokens per rank: request 2 of 3, of 48 tokens, lacks 2"):
+        filled_pool(layout, kv, PAGES, [5, 1, 48])

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from splash_jax.scheduler import (
     Memory,
     ModelCosts,
     Observer,
+    PolicyConfig,
     Request,
     Schedule,
     Scheduler,
@@ -55,7 +57,8 @@ class Pilot:
 
     def __init__(self, blueprint: Blueprint, hardware: Hardware) -> None:
         steps, log_file = step_model(blueprint, hardware), blueprint.config.decision_log
-        self.policy, self.hardware = blueprint.config.policy, hardware
+        self.hardware, self._spelled_out = hardware, blueprint.config.spelled_out
+        self.policy = blueprint.config.policy
         self.decisions: deque[tuple[Snapshot, Decision]] = deque(maxlen=KEPT)
         self._costs = ModelCosts(steps, spread=SwitchMode.SPREAD in blueprint.config.switch_modes)
         largest = ((layout.owner_groups, buckets[-1]) for layout, buckets in blueprint.buckets.items())
@@ -67,10 +70,21 @@ class Pilot:
         if log_file is not None:
             log_file.write_text("", encoding="utf-8")
 
+    @property
+    def policy(self) -> PolicyConfig:
+        """The rule and its bounds, as they were given."""
+        return self._given
+
+    @policy.setter
+    def policy(self, policy: PolicyConfig) -> None:
+        pin = None if policy.pin is None else self._spelled_out(policy.pin)
+        allowed = None if policy.allowed is None else tuple(map(self._spelled_out, policy.allowed))
+        self._given, self._policy = policy, replace(policy, pin=pin, allowed=allowed)  # as quotes name layouts
+
     def steer(self, scheduler: Scheduler, pool: PagePool) -> Decision:
         """The decision about the step that comes next."""
         snapshot = self.observer.snapshot(
-            scheduler, pool, step=self._step, time=time.monotonic(), policy=self.policy, memory=self._memory
+            scheduler, pool, step=self._step, time=time.monotonic(), policy=self._policy, memory=self._memory
         )
         decision = decide(snapshot)
         self._memory, self._step = decision.memory, self._step + 1

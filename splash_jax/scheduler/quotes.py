@@ -55,8 +55,6 @@ class Observer:
     slots: int  # requests that may run at once
     chunks: Sequence[int] = ()  # prompt rows per step to choose among; (): as many as a bucket holds
     chunk_rows: int = 512  # ... which are so many
-    other_load: Load | None = None  # a step of the other kind, to quote switches within it
-    other_in: float | None = None  # steps until one is expected
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
@@ -86,7 +84,7 @@ class Observer:
             step=step, time=time, layout=str(here), quotes=tuple(quotes), requests=len(running),
             waiting=len(scheduler.waiting), tokens=int((load.context - load.new_rows).sum()), prompt_rows=rows,
             steps=steps, lasts=None if waiting else lasts, at_most=None if waiting else at_most,
-            other_in=self.other_in, distrust=self.residuals.distrust(), policy=policy, memory=memory,
+            distrust=self.residuals.distrust(), policy=policy, memory=memory,
         )  # fmt: skip
 
     def _lacking(self, load: Load, scheduler: Scheduler, pool: PagePool) -> dict[Layout, str]:
@@ -146,28 +144,24 @@ class Observer:
                     if admits == count and len(batch):
                         corrected = seconds[layout] * self.residuals.factor(str(layout), kind)
                         rows = size if prompts.any() or count else 0
-                        found[layout].append(Choice(corrected, float(shared + count), rows, count))
+                        found[layout].append(Choice(corrected, float(shared + count), rows))
         return {layout: tuple(made) for layout, made in found.items()}
 
-    def _ways(self, here: Layout, load: Load) -> dict[Layout, tuple[SwitchCost, float, float | None]]:
-        """For every other layout: the switch there, the way back, and the switch within a step of the other kind."""
+    def _ways(self, here: Layout, load: Load) -> dict[Layout, tuple[SwitchCost, float]]:
+        """For every other layout: the switch there, and the way back."""
         if not len(load):
             return {}
         there = self.costs.switch_seconds(here, load)
-        back = {layout: self.costs.switch_seconds(layout, load)[here].one_step for layout in there}
-        other: Mapping[Layout, SwitchCost] = {}
-        if self.other_load is not None and self.other_in is not None:
-            other = self.costs.switch_seconds(here, self.other_load)
-        return {one: (way, back[one], other[one].one_step if other else None) for one, way in there.items()}
+        return {one: (way, self.costs.switch_seconds(one, load)[here].one_step) for one, way in there.items()}
 
     def _quote(
-        self, layout: Layout, choices: tuple[Choice, ...], lack: str, way: tuple[SwitchCost, float, float | None] | None
+        self, layout: Layout, choices: tuple[Choice, ...], lack: str, way: tuple[SwitchCost, float] | None
     ) -> Quote:
         refused = lack or ("" if choices else "it has no room for what waits")
         if refused or way is None:
             return Quote(str(layout), () if refused else choices, refused)
-        there, back, other = way
-        return Quote(str(layout), choices, "", there.one_step, back, there.spread, there.spread_steps, other)
+        there, back = way
+        return Quote(str(layout), choices, "", there.one_step, back, there.spread, there.spread_steps)
 
     def _how_long(self, running: Sequence[Request]) -> tuple[float | None, float | None]:
         if not running:

@@ -60,7 +60,6 @@ class Choice(NamedTuple):
     seconds: float  # predicted
     tokens: float = 1.0  # useful tokens of the step: what makes steps of unequal batches comparable
     chunk: int = 0  # most prompt rows of the step; 0: it has none
-    admits: int = 0  # waiting requests that the layout has room for
 
 
 class Quote(NamedTuple):
@@ -73,7 +72,11 @@ class Quote(NamedTuple):
     back: float = 0.0  # ... and that the switch back adds
     there_spread: float | None = None  # seconds that a switch spread over `spread_steps` steps adds; None: not offered
     spread_steps: int = 0
-    there_other: float | None = None  # seconds that the switch adds within one step of the other kind
+
+    @property
+    def cheapest(self) -> float:
+        """Seconds that the switch to it adds, the cheaper way."""
+        return self.there if self.there_spread is None else min(self.there, self.there_spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,6 @@ class Memory:
     regrets: Mapping[str, float] = field(default_factory=dict)  # layout -> seconds
     switches: tuple[float, ...] = ()  # times of recent switches, oldest first
     last_switch: int | None = None  # step of the latest
-    waited: float = 0.0  # seconds lost by waiting for a better step to switch in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +104,8 @@ class Snapshot:
     tokens: int = 0  # of live histories
     prompt_rows: int = 0  # still to be computed, of requests that run
     steps: int = 1  # that this decision is about; more where a caller decides less often than every step
-    switching: bool = False  # a spread switch is under way
     lasts: float | None = None  # steps until about half of the running requests will have ended; None: not known
     at_most: float | None = None  # steps until all will have ended at the latest, and nothing waits; None: no bound
-    other_in: float | None = None  # steps until a step of the other kind is expected; None: not known
     distrust: str = ""  # why the quotes are not to be obeyed (see `Residuals`)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     memory: Memory = field(default_factory=Memory)
@@ -120,8 +120,7 @@ class Snapshot:
 class Run:
     """Run the next step in the present layout."""
 
-    chunk: int  # most prompt rows of it
-    admits: int
+    chunk: int  # most prompt rows of it; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,6 @@ class Switch:
     layout: str
     spread: bool
     chunk: int
-    admits: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,10 +269,9 @@ class Engine:
         if isinstance(action, Idle):
             return None
         if isinstance(action, Steered):
-            mode = SwitchMode.SPREAD if action.spread else SwitchMode.SPLASH
             future = Future()
             future.add_done_callback(pilot.told)
-            self._switches.append((self.allowed_layout(action.layout), mode, future))
+            self._switches.append((self.allowed_layout(action.layout), pilot.mode(action), future))
         return action.chunk or None
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:

@@ -60,11 +60,15 @@ class Pilot:
         self.hardware, self._spelled_out = hardware, blueprint.config.spelled_out
         self.policy = blueprint.config.policy
         self.decisions: deque[tuple[Snapshot, Decision]] = deque(maxlen=KEPT)
-        self._costs = ModelCosts(steps, spread=SwitchMode.SPREAD in blueprint.config.switch_modes)
+        config = blueprint.config
+        self._costs = ModelCosts(steps, modes=config.switch_modes, spread_layers=config.spread_layers)
         largest = ((layout.owner_groups, buckets[-1]) for layout, buckets in blueprint.buckets.items())
         rows = max(groups * bucket.tiles * bucket.tile for groups, bucket in largest)
         room = Room(blueprint.shapes.kv, blueprint.pages)
-        self.observer = Observer(costs=self._costs, room=room, slots=blueprint.config.max_num_seqs, chunk_rows=rows)
+        self.observer = Observer(
+            costs=self._costs, room=room, slots=config.max_num_seqs, chunk_rows=rows,
+            directions=frozenset(blueprint.directions()),
+        )  # fmt: skip
         self._memory, self._step = Memory(), 0
         self._log = log_file
         if log_file is not None:
@@ -95,6 +99,10 @@ class Pilot:
         if isinstance(decision.action, Switch):
             log.info("switch %s -> %s: %s", pool.layout, decision.action.layout, explain(snapshot, decision))
         return decision
+
+    def mode(self, switch: Switch) -> SwitchMode:
+        """How a switch that the policy asks for is made: as it was quoted."""
+        return SwitchMode.SPREAD if switch.spread else SwitchMode(self._costs.at_once)
 
     def told(self, future: "Future[SwitchPlan]") -> None:
         """What became of a switch that the policy asked for."""

@@ -50,7 +50,7 @@ def explain(snapshot: Snapshot, decision: Decision) -> dict[str, dict[str, Any]]
             "tokens": None if choice is None else choice.tokens,
             "fits": not quote.refused,
             "regret": remembered.regrets.get(quote.layout),
-            "there_and_back": quote.there + quote.back,
+            "there_and_back": quote.cheapest + quote.back,
             "why": _why(snapshot, decision, quote),
         }
     return found

@@ -56,9 +56,9 @@ def _checked(s: Snapshot) -> dict[str, Quote]:
     for quote in s.quotes:
         if not quote.refused and not quote.choices:
             raise PolicyError(f"{quote.layout} is neither refused nor has a step to choose at step {s.step}.")
-        if not quote.there >= 0 or not quote.back >= 0:
+        if not quote.cheapest >= 0 or not quote.back >= 0:
             raise PolicyError(
-                f"a switch from {s.layout} to {quote.layout} takes {quote.there} s and back {quote.back} s at step "
+                f"a switch from {s.layout} to {quote.layout} takes {quote.cheapest} s and back {quote.back} s at step "
                 f"{s.step}; both must be 0 or more."
             )
     return quotes
@@ -158,8 +158,6 @@ def _choose(
         return _Pick(here, "dwells")
     if sum(s.time - t < policy.window_seconds for t in memory.switches) >= policy.max_switches:
         return _Pick(here, "too many switches")
-    if policy.rule == "margin":
-        return _Pick(target, reason)
     return _Pick(target, reason, _spread(quotes[target], ahead[target]))
 
 
@@ -194,7 +192,9 @@ def _spread_cost(quote: Quote, ahead: float) -> float:
 
 
 def _spread(quote: Quote, ahead: float) -> bool:
-    return quote.there_spread is not None and _spread_cost(quote, ahead) < quote.there
+    if quote.there is None or quote.there_spread is None:
+        return quote.there is None
+    return _spread_cost(quote, ahead) < quote.there
 
 
 def _switched(s: Snapshot, memory: Memory, target: str) -> Memory:

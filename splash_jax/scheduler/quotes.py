@@ -6,7 +6,7 @@ that all layouts compute alike; prompts of requests yet to be admitted are work 
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -27,11 +27,16 @@ LOOK_AHEAD = 256  # waiting requests that are tried for room
 
 
 class SwitchCost(NamedTuple):
-    """What a switch adds to the steps it happens in. Seconds."""
+    """What a switch adds to the steps it happens in, in one way or both. Seconds."""
 
-    one_step: float
+    one_step: float | None  # None: not offered
     spread: float | None = None  # None: not offered
     spread_steps: int = 0
+
+    @property
+    def cheapest(self) -> float:
+        """The cheaper way."""
+        return min(seconds for seconds in (self.one_step, self.spread) if seconds is not None)
 
 
 class Costs(Protocol):
@@ -55,6 +60,7 @@ class Observer:
     slots: int  # requests that may run at once
     chunks: Sequence[int] = ()  # prompt rows per step to choose among; (): as many as a bucket holds
     chunk_rows: int = 512  # ... which are so many
+    directions: Collection[tuple[Layout, Layout]] | None = None  # switches that may be made; None: all
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
@@ -75,7 +81,7 @@ class Observer:
         waiting = list(islice(scheduler.waiting, min(LOOK_AHEAD, self.slots - len(running))))
         admitted = {one: self._admits(one, load, waiting) for one, lack in lacking.items() if not lack}
         choices = self._choices(load, waiting, admitted, kind)
-        ways = self._ways(here, load)
+        ways = self._ways(here, load, waiting)
         quotes = [
             self._quote(layout, choices.get(layout, ()), lack, ways.get(layout)) for layout, lack in lacking.items()
         ]
@@ -88,7 +94,7 @@ class Observer:
         )  # fmt: skip
 
     def _lacking(self, load: Load, scheduler: Scheduler, pool: PagePool) -> dict[Layout, str]:
-        """For every layout why it cannot hold what runs, or ""."""
+        """For every layout why it cannot be switched to, or cannot hold what runs; or ""."""
         needed = self.room.needed(load)
         found = {}
         for layout, pages in self.room.pages.items():
@@ -97,7 +103,12 @@ class Observer:
                 need = self.room.needed(_dealt(load, layout.size))[layout]  # homes are chosen anew at this switch
             worst = int(need.argmax())
             short = int(need[worst]) - pages
-            found[layout] = "" if short <= 0 or layout == pool.layout else f"rank {worst} lacks {short} pages"
+            if layout == pool.layout:
+                found[layout] = ""
+            elif self.directions is not None and (pool.layout, layout) not in self.directions:
+                found[layout] = f"no switch {pool.layout} -> {layout} is among the engine's directions"
+            else:
+                found[layout] = "" if short <= 0 else f"rank {worst} lacks {short} pages"
         return found
 
     def _admits(self, layout: Layout, load: Load, waiting: Sequence[Request]) -> int:
@@ -147,12 +158,15 @@ class Observer:
                         found[layout].append(Choice(corrected, float(shared + count), rows))
         return {layout: tuple(made) for layout, made in found.items()}
 
-    def _ways(self, here: Layout, load: Load) -> dict[Layout, tuple[SwitchCost, float]]:
-        """For every other layout: the switch there, and the way back."""
+    def _ways(self, here: Layout, load: Load, waiting: Sequence[Request]) -> dict[Layout, tuple[SwitchCost, float]]:
+        """For every other layout: the switch there, and the way back. Where nothing runs yet, in the first prompt."""
         if not len(load):
-            return {}
+            if not waiting:
+                return {}
+            rows = np.array([waiting[0].known], np.int64)
+            load = Load(rows, rows, np.zeros_like(rows))
         there = self.costs.switch_seconds(here, load)
-        return {one: (way, self.costs.switch_seconds(one, load)[here].one_step) for one, way in there.items()}
+        return {one: (way, self.costs.switch_seconds(one, load)[here].cheapest) for one, way in there.items()}
 
     def _quote(
         self, layout: Layout, choices: tuple[Choice, ...], lack: str, way: tuple[SwitchCost, float] | None

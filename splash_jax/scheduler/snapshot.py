@@ -3,6 +3,7 @@
 Times are seconds, lengths tokens, durations of loads decode steps. Nothing here asks a clock or a device.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -68,15 +69,15 @@ class Quote(NamedTuple):
     layout: str
     choices: tuple[Choice, ...]  # at least one, unless refused
     refused: str = ""  # why it cannot hold the load or be switched to: names the rank and what it lacks
-    there: float = 0.0  # seconds that a switch to it, within one step of the present kind, adds
-    back: float = 0.0  # ... and that the switch back adds
+    there: float | None = 0.0  # seconds that a switch to it within one step adds; None: not offered
+    back: float = 0.0  # ... and that the switch back adds, the cheaper way
     there_spread: float | None = None  # seconds that a switch spread over `spread_steps` steps adds; None: not offered
     spread_steps: int = 0
 
     @property
     def cheapest(self) -> float:
-        """Seconds that the switch to it adds, the cheaper way."""
-        return self.there if self.there_spread is None else min(self.there, self.there_spread)
+        """Seconds that the switch to it adds, the cheaper way; not a number where none is offered."""
+        return min((way for way in (self.there, self.there_spread) if way is not None), default=math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,10 +212,11 @@ class Group:
         except SwitchRefused:
             self._out.refused += 1
             return 0.0
-        self._out.switches.append((self._now, str(self.pool.layout), action.layout, quote.there))
+        added = quote.cheapest
+        self._out.switches.append((self._now, str(self.pool.layout), action.layout, added))
         self.pool = PagePool.adopt(plan.after)
         self._left, self._alike = 0, False
-        return quote.there
+        return added
 
     def _take(self, schedule: Schedule, added: float) -> None:
         """The step that was scheduled."""

@@ -59,3 +59,54 @@ def test_a_layout_may_be_named_by_its_role_on_a_mesh_of_two_axes(small: Path, ha
     seat.pilot.policy = PolicyConfig(allowed=("tp", "dp"))
     assert seat.steer().reason != "nothing else fits"
     assert seat.pilot.policy.allowed == ("tp", "dp")  # what is changed at run time starts from what was said
+
+
+@pytest.mark.parametrize(
+    ("modes", "mode"),
+    [
+        (("splash", "blocking"), "splash"),
+        (("blocking",), "blocking"),
+        (("spread",), "spread"),
+        (("spread", "blocking"), None),
+    ],
+)
+def test_a_switch_is_made_in_a_way_that_the_engine_is_built_for(
+    small: Path, hardware: Hardware, modes: tuple[str, ...], mode: str | None
+) -> None:
+    for rule in ({"pin": "dop"}, {"rule": "margin", "margin": 0.0, "allowed": ("dp", "dop")}):
+        seat = Seat(blueprint(small, switch_modes=modes, policy=PolicyConfig(**rule)), hardware)
+        seat.add()
+        action = seat.steer().action
+        assert isinstance(action, Switch)
+        assert str(seat.pilot.mode(action)) in ((mode,) if mode else modes)
+        snapshot = seat.pilot.decisions[-1][0]
+        for quote in snapshot.quotes:
+            if quote.layout != "tp":
+                assert (quote.there is None) == (modes == ("spread",))
+                assert (quote.there_spread is None) == ("spread" not in modes)
+
+
+def test_what_is_quoted_is_the_switch_that_the_engine_makes(small: Path, hardware: Hardware) -> None:
+    def quoted(**settings: Any) -> Any:
+        seat = Seat(blueprint(small, **settings), hardware)
+        seat.add(200)
+        seat.steer()
+        return {quote.layout: quote for quote in seat.pilot.decisions[-1][0].quotes}["dp"]
+
+    assert quoted(switch_modes=("blocking",)).there > quoted(switch_modes=("splash",)).there
+    for layers, steps in ((1, 4), (2, 3), (3, 2)):  # of 3 layers, and a step that completes the switch
+        assert quoted(switch_modes=("splash", "spread"), spread_layers=layers).spread_steps == steps
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_directions_that_were_not_built_are_quoted_as_refused(small: Path, hardware: Hardware, late: bool) -> None:
+    plan = blueprint(small, directions=(("tp", "dp"), ("dp", "dop")))
+    seat = Seat(plan, hardware, "dp" if late else "tp")
+    seat.pilot.policy = PolicyConfig(pin="tp" if late else "dop")
+    seat.add()
+    assert seat.steer().reason == "pin refused"
+    quotes = {quote.layout: quote.refused for quote in seat.pilot.decisions[-1][0].quotes}
+    if late:
+        assert quotes == {"tp": "no switch dp -> tp is among the engine's directions", "dp": "", "dop": ""}
+    else:
+        assert quotes == {"tp": "", "dp": "", "dop": "no switch tp -> dop is among the engine's directions"}

@@ -17,7 +17,7 @@ import numpy as np
 from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
-from splash_jax.engine.pilot import Expected, Pilot, profile_of
+from splash_jax.engine.pilot import Expected, Pilot, log_path, profile_of
 from splash_jax.engine.records import StepRecord, make_record
 from splash_jax.engine.requests import check_request, stop_ids
 from splash_jax.engine.stopping import Ending
@@ -81,6 +81,8 @@ class Engine:
         read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
         hardware = profile_of(config) if config.layout == AUTO else None
+        if hardware is not None and config.decision_log is not None:
+            log_path(config.decision_log)  # before anything takes long
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
         self.config, self.model = config, self.blueprint.model
@@ -265,7 +267,7 @@ class Engine:
         """Ask the policy about the next step: its switch is queued. Returns the most prompt rows of the step."""
         if self._switches or not self.scheduler.unfinished:
             return None  # a switch that someone asked for, or that is under way, comes first
-        action = pilot.steer(self.scheduler, self.pool).action
+        action = pilot.steer(self.scheduler, self.pool, self._count).action
         if isinstance(action, Idle):
             return None
         if isinstance(action, Steered):

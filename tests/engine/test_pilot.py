@@ -8,9 +8,11 @@ import pytest
 from splash_jax.cost import Hardware, load_hardware
 from splash_jax.engine.build import Blueprint, draw_up
 from splash_jax.engine.config import EngineConfig
-from splash_jax.engine.pilot import Pilot
+from splash_jax.engine.pilot import Expected, Pilot, log_path
+from splash_jax.errors import ConfigError
 from splash_jax.kv import PagePool
-from splash_jax.scheduler import PolicyConfig, Request, SamplingParams, Scheduler, Switch
+from splash_jax.scheduler import PolicyConfig, Request, Run, SamplingParams, Scheduler, Snapshot, Switch
+from tests.support import make_llm
 
 FACTORED = {"node": 2, "chip": 2}
 
@@ -42,8 +44,8 @@ class Seat:
         self.scheduler.add(request)
         return request
 
-    def steer(self) -> Any:
-        return self.pilot.steer(self.scheduler, self.pool)
+    def steer(self, step: int = 0) -> Any:
+        return self.pilot.steer(self.scheduler, self.pool, step)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -110,3 +112,69 @@ def test_directions_that_were_not_built_are_quoted_as_refused(small: Path, hardw
         assert quotes == {"tp": "no switch dp -> tp is among the engine's directions", "dp": "", "dop": ""}
     else:
         assert quotes == {"tp": "", "dp": "", "dop": "no switch tp -> dop is among the engine's directions"}
+
+
+def test_only_requests_that_draw_tokens_say_how_long_requests_get(small: Path, hardware: Hardware) -> None:
+    seat = Seat(blueprint(small), hardware)
+    scored, drawn = seat.add(name="0"), seat.add(name="1")
+    scored.score, scored.finish_reason, drawn.finish_reason = True, "stop", "stop"
+    drawn.output_ids = [5] * 40
+    for _ in range(50):
+        seat.pilot.finished(scored)
+    assert seat.pilot.observer.lifetimes.ended.sum() == 0
+    seat.pilot.finished(drawn)
+    assert seat.pilot.observer.lifetimes.ended.sum() == 1
+
+
+def test_snapshots_have_the_engines_number_of_the_step(small: Path, hardware: Hardware) -> None:
+    seat = Seat(blueprint(small), hardware)
+    seat.add()
+    for step in (7, 8, 40):
+        seat.steer(step)
+    assert [snapshot.step for snapshot, _ in seat.pilot.decisions] == [7, 8, 40]
+
+
+def test_a_log_that_cannot_be_written_is_refused_by_its_name(small: Path, tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "nowhere" / "log", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=f"decision_log '{path}' cannot be written: {why}.*Name a file"):
+            log_path(path)
+    assert log_path(str(tmp_path / "log")) == tmp_path / "log"
+
+
+def test_an_engine_with_a_bad_log_is_refused_before_it_is_built(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splash_jax.engine.engine.build", lambda *_: pytest.fail("building takes long"))
+    settings = {"layout": "auto", "hardware": "h200", "decision_log": tmp_path / "nowhere" / "log"}
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make_llm(small, **settings)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_full_disk_ends_the_log_and_nothing_else(
+    small: Path, hardware: Hardware, caplog: pytest.LogCaptureFixture
+) -> None:
+    seat = Seat(blueprint(small, decision_log=Path("/dev/full")), hardware)
+    seat.add()
+    assert [seat.steer(step).reason for step in range(3)] == ["stays"] * 3
+    [told] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == "decisions are no longer written to /dev/full: No space left on device."
+
+
+def test_a_policy_that_fails_stays_and_says_so_once(
+    small: Path, hardware: Hardware, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = Seat(blueprint(small, policy=PolicyConfig(pin="dop")), hardware)
+    seat.add()
+
+    def fails(snapshot: Snapshot) -> None:
+        raise ZeroDivisionError(f"at step {snapshot.step}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("splash_jax.engine.pilot.decide", fails)
+        decisions = [seat.steer(step) for step in range(3)]
+    assert {(d.action, d.reason) for d in decisions} == {(Run(0), "policy failed")}
+    seat.pilot.observe(Expected("tp", "decode", 0.0), 1.0)  # a prediction that nothing can be compared with
+    [told] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == "the policy failed, and the engine stays in its layout while it does: ZeroDivisionError('at step 0')"
+    assert isinstance(seat.steer(3).action, Switch)  # nothing is lost

@@ -43,7 +43,7 @@ from splash_jax.runtime import (
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.runtime.transfer import lacks_room
-from splash_jax.scheduler import Chunk, Idle, Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
 from splash_jax.scheduler import Switch as Steered
 from splash_jax.scheduler.params import GREEDY_BELOW
 
@@ -266,15 +266,13 @@ class Engine:
     def _steer(self, pilot: Pilot) -> int | None:
         """Ask the policy about the next step: its switch is queued. Returns the most prompt rows of the step."""
         if self._switches or not self.scheduler.unfinished:
-            return None  # a switch that someone asked for, or that is under way, comes first
+            return pilot.chunk  # a switch that someone asked for, or that is under way, comes first
         action = pilot.steer(self.scheduler, self.pool, self._count).action
-        if isinstance(action, Idle):
-            return None
         if isinstance(action, Steered):
             future = Future()
             future.add_done_callback(pilot.told)
             self._switches.append((self.allowed_layout(action.layout), pilot.mode(action), future))
-        return action.chunk or None
+        return pilot.chunk
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
         """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it.

@@ -29,6 +29,7 @@ from splash_jax.ownership import SwitchPlan
 from splash_jax.runtime import SwitchMode
 from splash_jax.scheduler import (
     Decision,
+    Idle,
     Memory,
     ModelCosts,
     Observer,
@@ -39,6 +40,7 @@ from splash_jax.scheduler import (
     Scheduler,
     Snapshot,
     Switch,
+    chunk_sizes,
     decide,
     explain,
     log_line,
@@ -72,9 +74,10 @@ class Pilot:
         rows = max(groups * bucket.tiles * bucket.tile for groups, bucket in largest)
         room = Room(blueprint.shapes.kv, blueprint.pages)
         self.observer = Observer(
-            costs=self._costs, room=room, slots=config.max_num_seqs, chunk_rows=rows,
+            costs=self._costs, room=room, slots=config.max_num_seqs, chunks=chunk_sizes(rows, config.prefill_tile),
             directions=frozenset(blueprint.directions()),
         )  # fmt: skip
+        self.chunk: int | None = None  # most prompt rows of a step, until another is decided on
         self._memory = Memory()
         self._log = None if config.decision_log is None else log_path(config.decision_log)
         if self._log is not None:
@@ -102,6 +105,8 @@ class Pilot:
             decision = decide(snapshot)
             self._memory = decision.memory
             self.decisions.append((snapshot, decision))
+            if not isinstance(decision.action, Idle) and decision.action.chunk:
+                self.chunk = decision.action.chunk
             if isinstance(decision.action, Switch):
                 log.info("switch %s -> %s: %s", pool.layout, decision.action.layout, explain(snapshot, decision))
             self._write(snapshot, decision)

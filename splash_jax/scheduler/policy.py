@@ -65,13 +65,13 @@ def _checked(s: Snapshot) -> dict[str, Quote]:
 
 
 def _best(choices: tuple[Choice, ...], limit: float | None) -> Choice:
-    """The choice of fewest seconds per useful token among those within the limit, or the shortest if none is."""
+    """The largest chunk within the limit: prompts are work in any case. Without one, the shortest step."""
     if len(choices) == 1:
         return choices[0]
-    within = [c for c in choices if limit is None or c.seconds <= limit]
-    if not within:
-        return min(choices, key=lambda c: c.seconds)
-    return min(within, key=lambda c: (c.seconds / c.tokens, c.seconds))
+    longest = [c.seconds if c.longest is None else c.longest for c in choices]
+    most = math.inf if limit is None else max(limit, min(longest))
+    within = [c for c, seconds in zip(choices, longest, strict=True) if seconds <= most]
+    return max(within, key=lambda c: (c.chunk, -c.seconds / c.tokens))
 
 
 def _remember(s: Snapshot, quotes: dict[str, Quote], best: dict[str, Choice]) -> tuple[Memory, dict[str, float]]:

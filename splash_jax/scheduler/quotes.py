@@ -24,6 +24,7 @@ from splash_jax.scheduler.scheduler import Scheduler
 from splash_jax.scheduler.snapshot import Choice, Memory, PolicyConfig, Quote, Snapshot
 
 LOOK_AHEAD = 256  # waiting requests that are tried for room
+CHUNKS = 5  # sizes of chunks to choose among
 
 
 class SwitchCost(NamedTuple):
@@ -58,8 +59,7 @@ class Observer:
     costs: Costs
     room: Room  # pages of every layout that programs exist for
     slots: int  # requests that may run at once
-    chunks: Sequence[int] = ()  # prompt rows per step to choose among; (): as many as a bucket holds
-    chunk_rows: int = 512  # ... which are so many
+    chunks: Sequence[int] = (512,)  # prompt rows per step to choose among; the last: as many as a bucket holds
     directions: Collection[tuple[Layout, Layout]] | None = None  # switches that may be made; None: all
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
@@ -80,7 +80,7 @@ class Observer:
         lacking = self._lacking(load, scheduler, pool)
         waiting = list(islice(scheduler.waiting, min(LOOK_AHEAD, self.slots - len(running))))
         admitted = {one: self._admits(one, load, waiting) for one, lack in lacking.items() if not lack}
-        choices = self._choices(load, waiting, admitted, kind)
+        choices = self._choices(load, waiting, admitted, kind, bounded=policy.step_seconds is not None)
         ways = self._ways(here, load, waiting)
         quotes = [
             self._quote(layout, choices.get(layout, ()), lack, ways.get(layout)) for layout, lack in lacking.items()
@@ -140,22 +140,29 @@ class Observer:
         return len(waiting)
 
     def _choices(
-        self, load: Load, waiting: Sequence[Request], admitted: Mapping[Layout, int], kind: str
+        self, load: Load, waiting: Sequence[Request], admitted: Mapping[Layout, int], kind: str, bounded: bool
     ) -> dict[Layout, tuple[Choice, ...]]:
-        prompts = load.new_rows > 1
-        sizes = self.chunks if self.chunks and prompts.any() else (self.chunk_rows,)
+        """Steps of every layout that has room. Where their length is to be `bounded`, with each size of chunk."""
+        prompts, ranks = bool((load.new_rows > 1).any()), next(iter(self.room.pages)).size
+        bounded = bounded and (prompts or bool(waiting))
+        sizes = self.chunks if bounded else self.chunks[-1:]
         found: dict[Layout, list[Choice]] = {layout: [] for layout in admitted}
         for size in sizes:
             cut = _cut(load, size)
             shared = int(cut.new_rows.sum())
             for count in sorted(set(admitted.values())):
-                batch = _with(cut, [request.known for request in islice(waiting, count)], next(iter(admitted)).size)
-                seconds = self.costs.step_seconds(batch)
+                batch = _with(cut, [request.known for request in islice(waiting, count)], ranks)
+                seconds, longest = self.costs.step_seconds(batch), None
+                if bounded and waiting:  # what is admitted begins with its prompt
+                    first = [request.known for request in islice(waiting, max(1, count))]
+                    longest = self.costs.step_seconds(_cut(_with(load, first, ranks, prompts=True), size))
+                rows = size if prompts or count or bounded else 0
                 for layout, admits in admitted.items():
                     if admits == count and len(batch):
-                        corrected = seconds[layout] * self.residuals.factor(str(layout), kind)
-                        rows = size if prompts.any() or count else 0
-                        found[layout].append(Choice(corrected, float(shared + count), rows))
+                        name = str(layout)
+                        most = None if longest is None else longest[layout] * self.residuals.factor(name, "prefill")
+                        corrected = seconds[layout] * self.residuals.factor(name, kind)
+                        found[layout].append(Choice(corrected, float(shared + count), rows, most))
         return {layout: tuple(made) for layout, made in found.items()}
 
     def _ways(self, here: Layout, load: Load, waiting: Sequence[Request]) -> dict[Layout, tuple[SwitchCost, float]]:
@@ -215,16 +222,24 @@ def _cut(load: Load, chunk: int) -> Load:
     return Load(context[keep], rows[keep], load.home[keep])
 
 
-def _with(load: Load, prompts: Sequence[int], ranks: int) -> Load:
-    """The load with further requests, decoding, whose homes are dealt out where the fewest are."""
-    if not prompts:
+def chunk_sizes(rows: int, tile: int) -> tuple[int, ...]:
+    """Prompt rows per step worth choosing among: `rows`, and halves of it down to a tile, in whole tiles."""
+    return tuple(sorted({-(-rows // (tile << k)) * tile for k in range(CHUNKS)}))
+
+
+def _with(load: Load, lengths: Sequence[int], ranks: int, prompts: bool = False) -> Load:
+    """The load with further requests of so many tokens, whose homes are dealt out where the fewest are.
+
+    They decode, or have their `prompts` before them.
+    """
+    if not lengths:
         return load
     count = np.bincount(load.home, minlength=ranks)
     order = np.argsort(count, kind="stable")
-    more = np.array(prompts, np.int64)
+    more = np.array(lengths, np.int64)
     home = np.resize(order, len(more))
     return Load(
-        np.concatenate([load.context, more + 1]),
-        np.concatenate([load.new_rows, np.ones_like(more)]),
+        np.concatenate([load.context, more if prompts else more + 1]),
+        np.concatenate([load.new_rows, more if prompts else np.ones_like(more)]),
         np.concatenate([load.home, home]),
     )

@@ -61,6 +61,7 @@ class Choice(NamedTuple):
     seconds: float  # predicted
     tokens: float = 1.0  # useful tokens of the step: what makes steps of unequal batches comparable
     chunk: int = 0  # most prompt rows of the step; 0: it has none
+    longest: float | None = None  # predicted with prompt rows of what it admits, too; None: as `seconds`
 
 
 class Quote(NamedTuple):

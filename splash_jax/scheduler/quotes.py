@@ -74,18 +74,20 @@ class Observer:
             raise PolicyError(f"layout {here} is not among those with quotes: {', '.join(map(str, self.room.pages))}.")
         if policy.pin is not None and policy.pin not in (names := [str(one) for one in self.room.pages]):
             raise PolicyError(f"pin {policy.pin!r} is none of the layouts that programs exist for: {', '.join(names)}.")
-        load = _load(running, pool)
+        live = _Live.of(running, pool)
+        load = live.load()
         rows = int(load.new_rows.sum()) - int((load.new_rows == 1).sum())
         kind = "prefill" if rows else "decode"
-        lacking = self._lacking(load, scheduler, pool)
+        needed = self.room.needed(load)
+        lacking = self._lacking(load, needed, pool)
         waiting = list(islice(scheduler.waiting, min(LOOK_AHEAD, self.slots - len(running))))
-        admitted = {one: self._admits(one, load, waiting) for one, lack in lacking.items() if not lack}
+        admitted = {one: self._admits(one, load, needed[one], waiting) for one, lack in lacking.items() if not lack}
         choices = self._choices(load, waiting, admitted, kind, bounded=policy.step_seconds is not None)
         ways = self._ways(here, load, waiting)
         quotes = [
             self._quote(layout, choices.get(layout, ()), lack, ways.get(layout)) for layout, lack in lacking.items()
         ]
-        lasts, at_most = self._how_long(running)
+        lasts, at_most = self._how_long(live)
         return Snapshot(
             step=step, time=time, layout=str(here), quotes=tuple(quotes), requests=len(running),
             waiting=len(scheduler.waiting), tokens=int((load.context - load.new_rows).sum()), prompt_rows=rows,
@@ -93,9 +95,8 @@ class Observer:
             distrust=self.residuals.distrust(), policy=policy, memory=memory,
         )  # fmt: skip
 
-    def _lacking(self, load: Load, scheduler: Scheduler, pool: PagePool) -> dict[Layout, str]:
+    def _lacking(self, load: Load, needed: Mapping[Layout, np.ndarray], pool: PagePool) -> dict[Layout, str]:
         """For every layout why it cannot be switched to, or cannot hold what runs; or ""."""
-        needed = self.room.needed(load)
         found = {}
         for layout, pages in self.room.pages.items():
             need = needed[layout]
@@ -111,7 +112,7 @@ class Observer:
                 found[layout] = "" if short <= 0 else f"rank {worst} lacks {short} pages"
         return found
 
-    def _admits(self, layout: Layout, load: Load, waiting: Sequence[Request]) -> int:
+    def _admits(self, layout: Layout, load: Load, needed: np.ndarray, waiting: Sequence[Request]) -> int:
         """How many of the waiting requests, in order, a layout has room for beside what runs: a page to spare for each.
 
         The requests that run have their homes; each further one goes where most is free, as the scheduler sends it.
@@ -119,9 +120,8 @@ class Observer:
         if not waiting:
             return 0
         kv, groups = self.room.kv, layout.owner_groups
-        need = self.room.needed(load)[layout]
         fullest, each = [0] * groups, [0] * groups
-        for rank, pages in enumerate(need.tolist()):
+        for rank, pages in enumerate(needed.tolist()):
             group = layout.group_of(rank)
             fullest[group] = max(fullest[group], int(pages))
         for home in load.home.tolist():
@@ -184,24 +184,38 @@ class Observer:
         there, back = way
         return Quote(str(layout), choices, "", there.one_step, back, there.spread, there.spread_steps)
 
-    def _how_long(self, running: Sequence[Request]) -> tuple[float | None, float | None]:
-        if not running:
+    def _how_long(self, live: "_Live") -> tuple[float | None, float | None]:
+        if not len(live.output):
             return None, None
-        generated = [len(r.output_ids) + r.in_flight for r in running[:: max(1, len(running) // SAMPLED)]]
-        left = [r.max_total - r.total for r in running[:: max(1, len(running) // SAMPLED)]]
-        longest = max(r.max_total - len(r.prompt_ids) - len(r.output_ids) - r.in_flight for r in running)
-        return self.lifetimes.until_half(generated, left), float(longest) if longest < FOREVER else None
+        generated = live.output + live.in_flight
+        left = live.max_total - live.prompt - generated
+        longest, every = int(left.max()), max(1, len(left) // SAMPLED)
+        half = self.lifetimes.until_half(generated[::every], left[::every])
+        return half, float(longest) if longest < FOREVER else None
 
 
-def _load(running: Sequence[Request], pool: PagePool) -> Load:
-    """The running requests as the next step sees them: one row of each that draws, all missing rows of a prompt."""
-    rows, context = np.empty(len(running), np.int64), np.empty(len(running), np.int64)
-    home = np.empty(len(running), np.int64)
-    for i, request in enumerate(running):
-        missing = len(request.prompt_ids) + len(request.output_ids) - request.computed
-        rows[i] = missing if missing > 1 else 1
-        context[i], home[i] = request.computed, pool.home(request.name)
-    return Load(context + rows, rows, home)
+class _Live(NamedTuple):
+    """The running requests as arrays, i64[B] each."""
+
+    prompt: np.ndarray  # tokens
+    output: np.ndarray  # tokens that are read
+    in_flight: np.ndarray  # ... and that are being drawn
+    computed: np.ndarray
+    max_total: np.ndarray
+    home: np.ndarray
+
+    @classmethod
+    def of(cls, running: Sequence[Request], pool: PagePool) -> "_Live":
+        each = [
+            (len(r.prompt_ids), len(r.output_ids), r.in_flight, r.computed, r.max_total, pool.home(r.name))
+            for r in running
+        ]
+        return cls(*np.array(each, np.int64).reshape(-1, len(cls._fields)).T)
+
+    def load(self) -> Load:
+        """As the next step sees them: one row of each that draws, all missing rows of a prompt."""
+        rows = np.maximum(1, self.prompt + self.output - self.computed)
+        return Load(self.computed + rows, rows, self.home)
 
 
 def _dealt(load: Load, ranks: int) -> Load:

@@ -29,7 +29,7 @@ def decide(snapshot: Snapshot) -> Decision:
         return Decision(action=Idle(), reason="idle", memory=s.memory)
     quotes = _checked(s)
     limit = policy.step_seconds
-    best = {name: _best(quote.choices, limit) for name, quote in quotes.items() if not quote.refused}
+    best = {name: best_choice(quote.choices, limit) for name, quote in quotes.items() if not quote.refused}
     choices = {name: c for name, c in best.items() if policy.allowed is None or name in policy.allowed}
     memory, ahead = _remember(s, quotes, best)
     pick = _choose(s, quotes, choices, memory, ahead)
@@ -64,7 +64,7 @@ def _checked(s: Snapshot) -> dict[str, Quote]:
     return quotes
 
 
-def _best(choices: tuple[Choice, ...], limit: float | None) -> Choice:
+def best_choice(choices: tuple[Choice, ...], limit: float | None) -> Choice:
     """The largest chunk within the limit: prompts are work in any case. Without one, the shortest step."""
     if len(choices) == 1:
         return choices[0]

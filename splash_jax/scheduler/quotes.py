@@ -72,8 +72,11 @@ class Observer:
         running, here = scheduler.running, pool.layout
         if here not in self.room.pages:
             raise PolicyError(f"layout {here} is not among those with quotes: {', '.join(map(str, self.room.pages))}.")
-        if policy.pin is not None and policy.pin not in (names := [str(one) for one in self.room.pages]):
-            raise PolicyError(f"pin {policy.pin!r} is none of the layouts that programs exist for: {', '.join(names)}.")
+        for name in (policy.pin, *(policy.allowed or ())):
+            if name is not None and name not in (names := [str(one) for one in self.room.pages]):
+                raise PolicyError(
+                    f"the policy's {name!r} is none of the layouts that programs exist for: {', '.join(names)}."
+                )
         live = _Live.of(running, pool)
         load = live.load()
         rows = int(load.new_rows.sum()) - int((load.new_rows == 1).sum())

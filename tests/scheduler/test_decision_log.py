@@ -62,6 +62,7 @@ def test_every_line_tells_prediction_fit_and_reason_of_every_layout():
         for told in values["layouts"].values():
             assert told["why"] and isinstance(told["fits"], bool)
             assert told["seconds"] is None if not told["fits"] else told["seconds"] > 0
+            assert told["chunk"] == (32 if told["fits"] else None)  # the larger one of two
         refused = [told["why"] for told in values["layouts"].values() if not told["fits"]]
         assert all("rank 1 lacks 3 pages" in why or "pin" in why for why in refused)
 

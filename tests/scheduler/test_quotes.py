@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from splash_jax.cost import Load, Room
+from splash_jax.errors import PolicyError
 from splash_jax.kv import PagePool
 from splash_jax.layouts import make_layout
 from splash_jax.ownership import Bucket, KVShape, Layout
@@ -96,3 +97,13 @@ def test_a_switch_before_anything_runs_is_not_free():
     tp, dp = place.snapshot().quotes
     assert dp.there == pytest.approx(0.04) and dp.back == pytest.approx(0.08)
     assert not dp.refused and not tp.refused
+
+
+@pytest.mark.parametrize("steered", [{"pin": "cp"}, {"allowed": ("tp", "cp")}])
+def test_a_policy_of_layouts_that_are_not_there_is_refused(steered):
+    place = Place()
+    place.add("waits", 40)
+    with pytest.raises(PolicyError, match="the policy's 'cp' is none of the layouts that programs exist for: tp, dp"):
+        place.observer.snapshot(
+            place.scheduler, place.pool, step=0, time=0.0, policy=PolicyConfig(**steered), memory=Memory()
+        )

@@ -16,7 +16,7 @@ import numpy as np
 from splash_jax.cost import Load, Room
 from splash_jax.errors import PolicyError
 from splash_jax.kv import PagePool
-from splash_jax.ownership import Layout, free_axes
+from splash_jax.ownership import Layout, free_axes, groups_of_ranks
 from splash_jax.scheduler.lifetimes import FOREVER, SAMPLED, Lifetimes
 from splash_jax.scheduler.request import Request
 from splash_jax.scheduler.residuals import Residuals
@@ -123,16 +123,11 @@ class Observer:
         if not waiting:
             return 0
         kv, groups = self.room.kv, layout.owner_groups
-        fullest, each = [0] * groups, [0] * groups
-        for rank, pages in enumerate(needed.tolist()):
-            group = layout.group_of(rank)
-            fullest[group] = max(fullest[group], int(pages))
-        for home in load.home.tolist():
-            each[layout.group_of(home)] += 1
-        free = [
-            (full + spare - self.room.pages[layout], group)
-            for group, (full, spare) in enumerate(zip(fullest, each, strict=True))
-        ]
+        group_of, fullest = np.array(groups_of_ranks(layout)), np.zeros(groups, np.int64)
+        np.maximum.at(fullest, group_of, needed.astype(np.int64))
+        spare = np.bincount(group_of[load.home], minlength=groups)
+        taken = fullest + spare - self.room.pages[layout]
+        free = list(zip(taken.tolist(), range(groups), strict=True))
         heapq.heapify(free)  # least is most free
         for count, request in enumerate(waiting):
             used, group = free[0]
@@ -149,23 +144,26 @@ class Observer:
         prompts, ranks = bool((load.new_rows > 1).any()), next(iter(self.room.pages)).size
         bounded = bounded and (prompts or bool(waiting))
         sizes = self.chunks if bounded else self.chunks[-1:]
+        lengths = [request.known for request in waiting]
         found: dict[Layout, list[Choice]] = {layout: [] for layout in admitted}
+        cut, seconds = load, dict[int, Mapping[Layout, float]]()
         for size in sizes:
-            cut = _cut(load, size)
-            shared = int(cut.new_rows.sum())
-            for count in sorted(set(admitted.values())):
-                batch = _with(cut, [request.known for request in islice(waiting, count)], ranks)
-                seconds, longest = self.costs.step_seconds(batch), None
-                if bounded and waiting:  # what is admitted begins with its prompt
-                    first = [request.known for request in islice(waiting, max(1, count))]
-                    longest = self.costs.step_seconds(_cut(_with(load, first, ranks, prompts=True), size))
-                rows = size if prompts or count or bounded else 0
-                for layout, admits in admitted.items():
-                    if admits == count and len(batch):
-                        name = str(layout)
-                        most = None if longest is None else longest[layout] * self.residuals.factor(name, "prefill")
-                        corrected = seconds[layout] * self.residuals.factor(name, kind)
-                        found[layout].append(Choice(corrected, float(shared + count), rows, most))
+            if prompts or size == sizes[0]:  # without prompts that run, all sizes compare alike
+                cut = _cut(load, size)
+                batches = {count: _with(cut, lengths[:count], ranks) for count in set(admitted.values())}
+                seconds = {count: self.costs.step_seconds(batch) for count, batch in batches.items() if len(batch)}
+            longest: dict[int, Mapping[Layout, float] | None] = dict.fromkeys(seconds)
+            if bounded and waiting:  # what is admitted begins with its prompt
+                for count in seconds:
+                    first = _with(load, lengths[: max(1, count)], ranks, prompts=True)
+                    longest[count] = self.costs.step_seconds(_cut(first, size))
+            for layout, count in admitted.items():
+                if count in seconds:
+                    name, most = str(layout), longest[count]
+                    most = None if most is None else most[layout] * self.residuals.factor(name, "prefill")
+                    corrected = seconds[count][layout] * self.residuals.factor(name, kind)
+                    tokens = float(int(cut.new_rows.sum()) + count)
+                    found[layout].append(Choice(corrected, tokens, size if prompts or count or bounded else 0, most))
         return {layout: tuple(made) for layout, made in found.items()}
 
     def _ways(self, here: Layout, load: Load, waiting: Sequence[Request]) -> dict[Layout, tuple[SwitchCost, float]]:

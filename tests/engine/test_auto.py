@@ -138,8 +138,10 @@ def test_a_switch_is_made_in_the_only_mode_that_was_built(llm: LLM, profile: Pat
     )
     go(llm, "tp").engine.pilot = Pilot(replace(llm.engine.blueprint, config=settings), profile_of(settings))
     since = len(llm.records)
-    drive_some(llm)
-    llm.engine.pilot = None
+    try:
+        drive_some(llm)
+    finally:
+        llm.engine.pilot = None
     assert llm.layout == "dop"
     assert [record.switch_mode for record in llm.records[since:] if record.switch] == ["blocking"]
 

@@ -78,7 +78,9 @@ class Quote(NamedTuple):
     @property
     def cheapest(self) -> float:
         """Seconds that the switch to it adds, the cheaper way; not a number where none is offered."""
-        return min((way for way in (self.there, self.there_spread) if way is not None), default=math.nan)
+        if self.there is None:
+            return math.nan if self.there_spread is None else self.there_spread
+        return self.there if self.there_spread is None else min(self.there, self.there_spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

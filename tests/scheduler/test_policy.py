@@ -23,7 +23,7 @@ from splash_jax.scheduler import (
 PLAIN = PolicyConfig(old=0.0, floor=0.0, dwell_steps=0, max_switches=10**6)  # the bare rule, nothing smoothed
 
 
-def quote(layout: str, seconds: float, there: float = 0.0, back: float = 0.0, **more: Any) -> Quote:
+def quote(layout: str, seconds: float, there: float | None = 0.0, back: float = 0.0, **more: Any) -> Quote:
     return Quote(layout, (Choice(seconds),), there=there, back=back, **more)
 
 
@@ -181,6 +181,14 @@ def test_a_switch_is_spread_where_that_shows_less():
     assert run(snapshot(quote("tp", 1.0), slow), 100)[-1].action == Switch("dp", False, 0)
 
 
+@pytest.mark.parametrize("rule", [{"rule": "regret"}, {"rule": "margin"}, {"pin": "dp"}, {"allowed": ("dp",)}])
+def test_a_switch_that_is_offered_in_one_way_is_made_in_it(rule):
+    policy = replace(PLAIN, **rule)
+    for ways, spread in (({"there": None, "there_spread": 0.3, "spread_steps": 9}, True), ({"there": 0.3}, False)):
+        there = Quote("dp", (Choice(0.5),), back=0.3, **ways)
+        assert run(snapshot(quote("tp", 1.0), there, policy=policy), 9)[-1].action == Switch("dp", spread, 0)
+
+
 def test_prefill_and_decode_steps_are_remembered_apart():
     policy = replace(PolicyConfig(), floor=0.0)
     memory = decide(snapshot(quote("tp", 1.0), quote("dp", 2.0), policy=policy)).memory
@@ -237,6 +245,7 @@ def test_settings_that_cannot_be_meant_are_refused(settings, words):
         ((quote("tp", 1.0), quote("tp", 1.0)), "quote each layout once"),
         ((quote("tp", 1.0), Quote("dp", ())), "dp is neither refused nor has a step to choose"),
         ((quote("tp", 1.0), quote("dp", 1.0, -1.0)), "a switch from tp to dp takes -1.0 s"),
+        ((quote("tp", 1.0), quote("dp", 1.0, None)), "a switch from tp to dp takes nan s"),
         ((quote("tp", 1.0), quote("dp", 0.0)), "dp is quoted 0.0 s for 1.0 tokens"),
         ((quote("tp", float("nan")),), "tp is quoted nan s"),
     ],

@@ -108,7 +108,7 @@ def compare(ours: "list[RequestOutput]", theirs: "list[RequestOutput]") -> Proof
 
 def print_decisions(console: Console, llm: "LLM", steps: int) -> None:
     """What the policy decided in the last `steps` steps: every switch, and what it predicted of each layout then."""
-    from splash_jax.scheduler import Switch
+    from splash_jax.scheduler import Switch, explain
 
     pilot = llm.engine.pilot
     if pilot is None:
@@ -118,9 +118,8 @@ def print_decisions(console: Console, llm: "LLM", steps: int) -> None:
     table = Table("step", "switch", "running", "tokens", "why", *names, box=SIMPLE_HEAD, pad_edge=False)
     for snapshot, decision in asked:
         if isinstance(decision.action, Switch):
-            predicted = [
-                f"{quote.choices[0].seconds * 1e3:.0f} ms" if quote.choices else "no room" for quote in snapshot.quotes
-            ]
+            seconds = [quote["seconds"] for quote in explain(snapshot, decision).values()]
+            predicted = ["no room" if one is None else f"{one * 1e3:.0f} ms" for one in seconds]
             table.add_row(
                 str(snapshot.step - asked[0][0].step), f"{snapshot.layout} -> {decision.action.layout}",
                 str(snapshot.requests), str(snapshot.tokens), decision.reason, *predicted,

@@ -47,7 +47,7 @@ class EngineConfig:
     seed: int = 0  # of requests that bring none
     hardware: str | Path | None = None  # of layout "auto": a name in configs/hardware or a TOML file; None: as is here
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # of layout "auto"
-    decision_log: Path | None = None  # of layout "auto": where every decision is written, a line of JSON each
+    decision_log: str | Path | None = None  # of layout "auto": where every decision is written, a line of JSON each
     compilation_cache_dir: Path | None = field(default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla")
     skip_tokenizer_init: bool = False
 

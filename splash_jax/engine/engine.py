@@ -17,7 +17,7 @@ import numpy as np
 from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
-from splash_jax.engine.pilot import Expected, Pilot, profile_of
+from splash_jax.engine.pilot import Expected, Pilot, log_path, profile_of
 from splash_jax.engine.records import Records, StepRecord, make_record
 from splash_jax.engine.requests import check_request, stop_ids
 from splash_jax.engine.stopping import Ending
@@ -43,7 +43,7 @@ from splash_jax.runtime import (
 from splash_jax.runtime.batch import Places
 from splash_jax.runtime.sampler import PROMPT
 from splash_jax.runtime.transfer import lacks_room
-from splash_jax.scheduler import Chunk, Idle, Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
 from splash_jax.scheduler import Switch as Steered
 from splash_jax.scheduler.params import GREEDY_BELOW
 
@@ -81,6 +81,8 @@ class Engine:
         read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
         hardware = profile_of(config) if config.layout == AUTO else None
+        if hardware is not None and config.decision_log is not None:
+            log_path(config.decision_log)  # before anything takes long
         self.blueprint: Blueprint
         self.blueprint, self.programs, self.state = build(config, progress)
         self.config, self.model = config, self.blueprint.model
@@ -265,16 +267,13 @@ class Engine:
     def _steer(self, pilot: Pilot) -> int | None:
         """Ask the policy about the next step: its switch is queued. Returns the most prompt rows of the step."""
         if self._switches or not self.scheduler.unfinished:
-            return None  # a switch that someone asked for, or that is under way, comes first
-        action = pilot.steer(self.scheduler, self.pool).action
-        if isinstance(action, Idle):
-            return None
+            return pilot.chunk  # a switch that someone asked for, or that is under way, comes first
+        action = pilot.steer(self.scheduler, self.pool, self._count).action
         if isinstance(action, Steered):
-            mode = SwitchMode.SPREAD if action.spread else SwitchMode.SPLASH
             future = Future()
             future.add_done_callback(pilot.told)
-            self._switches.append((self.allowed_layout(action.layout), mode, future))
-        return action.chunk or None
+            self._switches.append((self.allowed_layout(action.layout), pilot.mode(action), future))
+        return pilot.chunk
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
         """A finished request, its text and (if it was scored) its logits f32[len, V]; forgets it.

@@ -2,12 +2,17 @@
 
 The engine asks `steer` for a decision and tells `expect` and `observe` what steps were to take and took, which corrects
 the estimates. What the policy remembers is here; the decisions themselves are pure (`splash_jax.scheduler.decide`).
+Nothing that goes wrong in here ends a request: it is told once, and the engine stays in its layout.
 """
 
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +29,18 @@ from splash_jax.ownership import SwitchPlan
 from splash_jax.runtime import SwitchMode
 from splash_jax.scheduler import (
     Decision,
+    Idle,
     Memory,
     ModelCosts,
     Observer,
+    PolicyConfig,
     Request,
+    Run,
     Schedule,
     Scheduler,
     Snapshot,
     Switch,
+    chunk_sizes,
     decide,
     explain,
     log_line,
@@ -54,33 +63,78 @@ class Pilot:
     """Decides for one engine. `policy` may be replaced at run time, to pin a layout or to allow fewer."""
 
     def __init__(self, blueprint: Blueprint, hardware: Hardware) -> None:
-        steps, log_file = step_model(blueprint, hardware), blueprint.config.decision_log
-        self.policy, self.hardware = blueprint.config.policy, hardware
+        config = blueprint.config
+        self.hardware, self._spelled_out = hardware, config.spelled_out
+        self.policy = config.policy
         self.decisions: deque[tuple[Snapshot, Decision]] = deque(maxlen=KEPT)
-        self._costs = ModelCosts(steps, spread=SwitchMode.SPREAD in blueprint.config.switch_modes)
+        self._costs = ModelCosts(
+            step_model(blueprint, hardware), modes=config.switch_modes, spread_layers=config.spread_layers
+        )
         largest = ((layout.owner_groups, buckets[-1]) for layout, buckets in blueprint.buckets.items())
         rows = max(groups * bucket.tiles * bucket.tile for groups, bucket in largest)
         room = Room(blueprint.shapes.kv, blueprint.pages)
-        self.observer = Observer(costs=self._costs, room=room, slots=blueprint.config.max_num_seqs, chunk_rows=rows)
-        self._memory, self._step = Memory(), 0
-        self._log = log_file
-        if log_file is not None:
-            log_file.write_text("", encoding="utf-8")
-
-    def steer(self, scheduler: Scheduler, pool: PagePool) -> Decision:
-        """The decision about the step that comes next."""
-        snapshot = self.observer.snapshot(
-            scheduler, pool, step=self._step, time=time.monotonic(), policy=self.policy, memory=self._memory
-        )
-        decision = decide(snapshot)
-        self._memory, self._step = decision.memory, self._step + 1
-        self.decisions.append((snapshot, decision))
+        self.observer = Observer(
+            costs=self._costs, room=room, slots=config.max_num_seqs, chunks=chunk_sizes(rows, config.prefill_tile),
+            directions=frozenset(blueprint.directions()),
+        )  # fmt: skip
+        self.chunk: int | None = None  # most prompt rows of a step, until another is decided on
+        self._memory = Memory()
+        self._log = None if config.decision_log is None else log_path(config.decision_log)
         if self._log is not None:
+            self._log.write_text("", encoding="utf-8")
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The rule and its bounds, as they were given."""
+        return self._given
+
+    @policy.setter
+    def policy(self, policy: PolicyConfig) -> None:
+        pin = None if policy.pin is None else self._spelled_out(policy.pin)
+        allowed = None if policy.allowed is None else tuple(map(self._spelled_out, policy.allowed))
+        self._given, self._policy = policy, replace(policy, pin=pin, allowed=allowed)  # as quotes name layouts
+        self._warned = False
+
+    def steer(self, scheduler: Scheduler, pool: PagePool, step: int) -> Decision:
+        """The decision about step number `step`, which comes next. To stay, where none can be made."""
+        decision = Decision(action=Run(0), reason="policy failed", memory=self._memory)
+        with self._going_on():
+            snapshot = self.observer.snapshot(
+                scheduler, pool, step=step, time=time.monotonic(), policy=self._policy, memory=self._memory
+            )
+            decision = decide(snapshot)
+            self._memory = decision.memory
+            self.decisions.append((snapshot, decision))
+            if not isinstance(decision.action, Idle) and decision.action.chunk:
+                self.chunk = decision.action.chunk
+            if isinstance(decision.action, Switch):
+                log.info("switch %s -> %s: %s", pool.layout, decision.action.layout, explain(snapshot, decision))
+            self._write(snapshot, decision)
+        return decision
+
+    def _write(self, snapshot: Snapshot, decision: Decision) -> None:
+        if self._log is None:
+            return
+        try:
             with self._log.open("a", encoding="utf-8") as file:
                 print(log_line(snapshot, decision), file=file)
-        if isinstance(decision.action, Switch):
-            log.info("switch %s -> %s: %s", pool.layout, decision.action.layout, explain(snapshot, decision))
-        return decision
+        except OSError as error:
+            log.warning("decisions are no longer written to %s: %s.", self._log, error.strerror)
+            self._log = None
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Around what may fail without harm to any request: the first failure under a policy is told."""
+        try:
+            yield
+        except Exception as error:
+            if not self._warned:
+                log.warning("the policy failed, and the engine stays in its layout while it does: %r", error)
+            self._warned = True
+
+    def mode(self, switch: Switch) -> SwitchMode:
+        """How a switch that the policy asks for is made: as it was quoted."""
+        return SwitchMode.SPREAD if switch.spread else SwitchMode(self._costs.at_once)
 
     def told(self, future: "Future[SwitchPlan]") -> None:
         """What became of a switch that the policy asked for."""
@@ -89,18 +143,23 @@ class Pilot:
 
     def expect(self, schedule: Schedule, pool: PagePool) -> Expected | None:
         """What the profile says of a step, uncorrected; None for one without rows."""
-        if not schedule.chunks:
-            return None
-        load = _load(schedule, pool)
-        kind = "prefill" if (load.new_rows > 1).any() else "decode"
-        return Expected(str(pool.layout), kind, self._costs.step_seconds(load)[pool.layout])
+        expected = None
+        with self._going_on():
+            if schedule.chunks:
+                load = _load(schedule, pool)
+                kind = "prefill" if (load.new_rows > 1).any() else "decode"
+                expected = Expected(str(pool.layout), kind, self._costs.step_seconds(load)[pool.layout])
+        return expected
 
     def observe(self, expected: Expected, seconds: float) -> None:
         """A step whose results were read, and what it took."""
-        self.observer.residuals = self.observer.residuals.observe(*expected, seconds)
+        with self._going_on():
+            self.observer.residuals = self.observer.residuals.observe(*expected, seconds)
 
     def finished(self, request: Request) -> None:
-        """A request that drew its last token, or was cut off."""
+        """A request that drew its last token, or was cut off. One that draws none says nothing of lengths."""
+        if request.score:
+            return
         length = request.finish_reason != "stop"
         self.observer.lifetimes = self.observer.lifetimes.finished(len(request.output_ids), length)
 
@@ -115,6 +174,19 @@ def step_model(blueprint: Blueprint, hardware: Hardware) -> StepModel:
     """The cost model of an engine's steps, padded to its buckets."""
     served = ServedModel.of(blueprint.model, blueprint.shapes.dtype)
     return StepModel(served, list(blueprint.layouts.values()), hardware, blueprint.buckets)
+
+
+def log_path(path: str | Path) -> Path:
+    """The file that decisions are to be written into. Raises `ConfigError` where that cannot be."""
+    made = Path(path)
+    try:
+        made.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(
+            f"decision_log {str(made)!r} cannot be written: {error.strerror}. Name a file in a folder that is there "
+            f"and may be written into."
+        ) from error
+    return made
 
 
 def profile_of(config: EngineConfig) -> Hardware:

@@ -5,7 +5,7 @@ from splash_jax.scheduler.lifetimes import Lifetimes
 from splash_jax.scheduler.params import SamplingParams
 from splash_jax.scheduler.policy import decide
 from splash_jax.scheduler.priced import ModelCosts
-from splash_jax.scheduler.quotes import Costs, Observer, SwitchCost
+from splash_jax.scheduler.quotes import Costs, Observer, SwitchCost, chunk_sizes
 from splash_jax.scheduler.request import Request, Status
 from splash_jax.scheduler.residuals import Residuals
 from splash_jax.scheduler.scheduler import Chunk, Schedule, Scheduler
@@ -43,6 +43,7 @@ __all__ = [
     "Status",
     "Switch",
     "SwitchCost",
+    "chunk_sizes",
     "decide",
     "explain",
     "log_line",

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from splash_jax.errors import PolicyError
-from splash_jax.scheduler.policy import decide
+from splash_jax.scheduler.policy import best_choice, decide
 from splash_jax.scheduler.snapshot import (
     Choice,
     Decision,
@@ -40,17 +40,20 @@ def log_line(snapshot: Snapshot, decision: Decision) -> str:
 
 
 def explain(snapshot: Snapshot, decision: Decision) -> dict[str, dict[str, Any]]:
-    """For every layout: `seconds` and `tokens` predicted, whether it `fits`, `regret` and what it takes, and `why`."""
+    """For every layout: `seconds` and `tokens` predicted with its best `chunk`, whether it `fits`, `regret` and what it
+    takes, and `why`.
+    """
     found: dict[str, dict[str, Any]] = {}
     remembered = decision.memory if decision.memory.layout == snapshot.layout else snapshot.memory
     for quote in snapshot.quotes:
-        choice = quote.choices[0] if quote.choices else None
+        choice = best_choice(quote.choices, snapshot.policy.step_seconds) if quote.choices else None
         found[quote.layout] = {
             "seconds": None if choice is None else choice.seconds,
             "tokens": None if choice is None else choice.tokens,
+            "chunk": None if choice is None else choice.chunk,
             "fits": not quote.refused,
             "regret": remembered.regrets.get(quote.layout),
-            "there_and_back": quote.there + quote.back,
+            "there_and_back": quote.cheapest + quote.back,
             "why": _why(snapshot, decision, quote),
         }
     return found

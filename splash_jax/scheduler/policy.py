@@ -10,7 +10,6 @@ layouts cannot chase each other over a cheap direction.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from splash_jax.errors import PolicyError
@@ -30,18 +29,14 @@ def decide(snapshot: Snapshot) -> Decision:
         return Decision(action=Idle(), reason="idle", memory=s.memory)
     quotes = _checked(s)
     limit = policy.step_seconds
-    best = {name: _best(quote.choices, limit) for name, quote in quotes.items() if not quote.refused}
+    best = {name: best_choice(quote.choices, limit) for name, quote in quotes.items() if not quote.refused}
     choices = {name: c for name, c in best.items() if policy.allowed is None or name in policy.allowed}
     memory, ahead = _remember(s, quotes, best)
     pick = _choose(s, quotes, choices, memory, ahead)
     if pick.layout == s.layout:
         choice = best.get(s.layout)
-        run = Run(0, 0) if choice is None else Run(choice.chunk, choice.admits)
-        waited = memory.waited + pick.lost if pick.lost else 0.0
-        memory = memory if waited == memory.waited else replace(memory, waited=waited)
-        return Decision(action=run, reason=pick.reason, memory=memory)
-    choice = choices[pick.layout]
-    action = Switch(pick.layout, pick.spread, choice.chunk, choice.admits)
+        return Decision(action=Run(choice.chunk if choice else 0), reason=pick.reason, memory=memory)
+    action = Switch(pick.layout, pick.spread, choices[pick.layout].chunk)
     return Decision(action=action, reason=pick.reason, memory=_switched(s, memory, pick.layout))
 
 
@@ -49,7 +44,6 @@ class _Pick(NamedTuple):
     layout: str  # to be in
     reason: str
     spread: bool = False
-    lost: float = 0.0  # seconds that waiting for a better step costs in this one
 
 
 def _checked(s: Snapshot) -> dict[str, Quote]:
@@ -62,22 +56,22 @@ def _checked(s: Snapshot) -> dict[str, Quote]:
     for quote in s.quotes:
         if not quote.refused and not quote.choices:
             raise PolicyError(f"{quote.layout} is neither refused nor has a step to choose at step {s.step}.")
-        if not quote.there >= 0 or not quote.back >= 0:
+        if not quote.cheapest >= 0 or not quote.back >= 0:
             raise PolicyError(
-                f"a switch from {s.layout} to {quote.layout} takes {quote.there} s and back {quote.back} s at step "
+                f"a switch from {s.layout} to {quote.layout} takes {quote.cheapest} s and back {quote.back} s at step "
                 f"{s.step}; both must be 0 or more."
             )
     return quotes
 
 
-def _best(choices: tuple[Choice, ...], limit: float | None) -> Choice:
-    """The choice of fewest seconds per useful token among those within the limit, or the shortest if none is."""
+def best_choice(choices: tuple[Choice, ...], limit: float | None) -> Choice:
+    """The largest chunk within the limit: prompts are work in any case. Without one, the shortest step."""
     if len(choices) == 1:
         return choices[0]
-    within = [c for c in choices if limit is None or c.seconds <= limit]
-    if not within:
-        return min(choices, key=lambda c: c.seconds)
-    return min(within, key=lambda c: (c.seconds / c.tokens, c.seconds))
+    longest = [c.seconds if c.longest is None else c.longest for c in choices]
+    most = math.inf if limit is None else max(limit, min(longest))
+    within = [c for c, seconds in zip(choices, longest, strict=True) if seconds <= most]
+    return max(within, key=lambda c: (c.chunk, -c.seconds / c.tokens))
 
 
 def _remember(s: Snapshot, quotes: dict[str, Quote], best: dict[str, Choice]) -> tuple[Memory, dict[str, float]]:
@@ -111,7 +105,7 @@ def _remember(s: Snapshot, quotes: dict[str, Quote], best: dict[str, Choice]) ->
     remembered = Memory(
         layout=s.layout, costs={**kinds, s.kind: costs},
         load=(s.requests, s.tokens) if leapt or not before else memory.load, regrets=regrets, switches=memory.switches,
-        last_switch=memory.last_switch, waited=memory.waited,
+        last_switch=memory.last_switch,
     )  # fmt: skip
     return remembered, ahead
 
@@ -127,16 +121,7 @@ def _leapt(s: Snapshot, memory: Memory) -> bool:
 
 def _half_way(s: Snapshot, quote: Quote, step: float) -> float:
     """d of the module's docstring: half of there and back, scaled by patience, and the floor."""
-    return s.policy.patience * (_cheapest(s, quote) + quote.back) / 2 + s.policy.floor * step
-
-
-def _cheapest(s: Snapshot, quote: Quote) -> float:
-    ways = [quote.there]
-    if quote.there_spread is not None:
-        ways.append(quote.there_spread)
-    if quote.there_other is not None and s.other_in is not None:
-        ways.append(quote.there_other)
-    return min(ways)
+    return s.policy.patience * (quote.cheapest + quote.back) / 2 + s.policy.floor * step
 
 
 def _choose(
@@ -144,8 +129,6 @@ def _choose(
 ) -> _Pick:
     """The layout to be in, and why."""
     policy, here = s.policy, s.layout
-    if s.switching:
-        return _Pick(here, "switching")
     if policy.pin is not None:
         if policy.pin == here:
             return _Pick(here, "pinned")
@@ -175,9 +158,7 @@ def _choose(
         return _Pick(here, "dwells")
     if sum(s.time - t < policy.window_seconds for t in memory.switches) >= policy.max_switches:
         return _Pick(here, "too many switches")
-    if policy.rule == "margin":
-        return _Pick(target, reason)
-    return _when(s, quotes[target], memory, ahead[target], reason)
+    return _Pick(target, reason, _spread(quotes[target], ahead[target]))
 
 
 def _most_regretted(
@@ -192,27 +173,16 @@ def _most_regretted(
         far = _half_way(s, quote, step)
         needed = far
         if s.lasts is not None:
-            saved, both = ahead[name] * s.lasts, _cheapest(s, quote) + quote.back
+            saved, both = ahead[name] * s.lasts, quote.cheapest + quote.back
             if saved > CLEARLY * both:
                 needed = 0.0
-        if s.at_most is not None and ahead[name] * s.at_most <= _cheapest(s, quote):
+        if s.at_most is not None and ahead[name] * s.at_most <= quote.cheapest:
             reason = "too short" if found == s.layout and regret >= needed else reason
             continue
         excess = regret - needed
         if excess >= 0 and (found == s.layout or excess > most):
             found, most, reason = name, excess, "regret"
     return found, reason
-
-
-def _when(s: Snapshot, quote: Quote, memory: Memory, ahead: float, reason: str) -> _Pick:
-    """Now in one step, now spread, or not before a step of the other kind: whichever loses least."""
-    spread = _spread(quote, ahead)
-    now = _spread_cost(quote, ahead) if spread else quote.there
-    other, after = quote.there_other, s.other_in
-    # what the wait has cost so far counts, so that a step which never comes is not waited for for ever
-    if other is not None and after is not None and memory.waited + after * ahead + other < now:
-        return _Pick(s.layout, "waits", lost=s.steps * ahead)
-    return _Pick(quote.layout, reason, spread)
 
 
 def _spread_cost(quote: Quote, ahead: float) -> float:
@@ -222,7 +192,9 @@ def _spread_cost(quote: Quote, ahead: float) -> float:
 
 
 def _spread(quote: Quote, ahead: float) -> bool:
-    return quote.there_spread is not None and _spread_cost(quote, ahead) < quote.there
+    if quote.there is None or quote.there_spread is None:
+        return quote.there is None
+    return _spread_cost(quote, ahead) < quote.there
 
 
 def _switched(s: Snapshot, memory: Memory, target: str) -> Memory:
@@ -239,5 +211,4 @@ def _switched(s: Snapshot, memory: Memory, target: str) -> Memory:
         regrets=regrets,
         switches=(*recent, s.time),
         last_switch=s.step,
-        waited=0.0,
     )

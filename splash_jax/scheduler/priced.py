@@ -1,23 +1,33 @@
 """The cost model (`splash_jax.cost`) as the prices that a snapshot needs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from splash_jax.cost import Load, StepModel, SwitchModel
+from splash_jax.cost import Load, StepModel, SwitchModel, SwitchQuote, spread_over_steps
+from splash_jax.errors import PolicyError
 from splash_jax.ownership import Layout
 from splash_jax.scheduler.quotes import SwitchCost
 
 PER_OCTAVE = 8
+AT_ONCE = ("splash", "blocking")  # ways to switch within one step, the better one first
+SPREAD = "spread"
 
 
 class ModelCosts:
-    """A model served on a kind of hardware. With `spread`, switches over several steps are offered too.
+    """A model served on a kind of hardware.
 
     Switches are quoted for even loads on a grid of eighths of octaves, and kept: they change slowly.
     """
 
-    def __init__(self, steps: StepModel, *, spread: bool = False) -> None:
-        self.layouts, self._steps, self._switches, self._spread = steps.layouts, steps, SwitchModel(steps), spread
+    def __init__(self, steps: StepModel, *, modes: Collection[str] = AT_ONCE, spread_layers: int = 1) -> None:
+        """`modes` are the ways to switch that are offered (`splash_jax.runtime.SwitchMode`): within one step the better
+        one, and spread over steps with `spread_layers` layers in each. Raises `PolicyError` where none is known.
+        """
+        self.at_once = next((mode for mode in AT_ONCE if mode in modes), None)
+        self._spread_layers = spread_layers if SPREAD in modes else None
+        if self.at_once is None and self._spread_layers is None:
+            raise PolicyError(f"modes {tuple(modes)!r} offer no switch; give some of {', '.join((*AT_ONCE, SPREAD))}.")
+        self.layouts, self._steps, self._switches = steps.layouts, steps, SwitchModel(steps)
         self._quoted: dict[tuple[Layout, tuple[int, ...]], Mapping[Layout, SwitchCost]] = {}
 
     def step_seconds(self, load: Load) -> Mapping[Layout, float]:
@@ -31,11 +41,15 @@ class ModelCosts:
         if key not in self._quoted:
             batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1])
             even = Load.balanced(batch, max(context, rows), self._steps.ranks, rows)
-            quotes = self._switches.quotes(src, even).items()
-            self._quoted[key] = {
-                dst: SwitchCost(float(q.exposed), float(q.spread.exposed_total), q.spread.steps)
-                if self._spread
-                else SwitchCost(float(q.exposed))
-                for dst, q in quotes
-            }
+            compute = self._steps.layer_seconds(even)[self.layouts.index(src)].tolist()
+            quotes = self._switches.quotes(src, even)
+            self._quoted[key] = {dst: self._cost(quote, compute) for dst, quote in quotes.items()}
         return self._quoted[key]
+
+    def _cost(self, quote: SwitchQuote, compute: list[float]) -> SwitchCost:
+        one = {"splash": quote.exposed, "blocking": quote.blocking, None: None}[self.at_once]
+        one_step = None if one is None else float(one)
+        if self._spread_layers is None:
+            return SwitchCost(one_step)
+        spread = spread_over_steps([quote.transfer] * len(compute), compute, self._spread_layers)
+        return SwitchCost(one_step, float(spread.exposed_total), spread.steps)

@@ -6,7 +6,7 @@ that all layouts compute alike; prompts of requests yet to be admitted are work 
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ import numpy as np
 from splash_jax.cost import Load, Room
 from splash_jax.errors import PolicyError
 from splash_jax.kv import PagePool
-from splash_jax.ownership import Layout, free_axes
+from splash_jax.ownership import Layout, free_axes, groups_of_ranks
 from splash_jax.scheduler.lifetimes import FOREVER, SAMPLED, Lifetimes
 from splash_jax.scheduler.request import Request
 from splash_jax.scheduler.residuals import Residuals
@@ -24,14 +24,20 @@ from splash_jax.scheduler.scheduler import Scheduler
 from splash_jax.scheduler.snapshot import Choice, Memory, PolicyConfig, Quote, Snapshot
 
 LOOK_AHEAD = 256  # waiting requests that are tried for room
+CHUNKS = 5  # sizes of chunks to choose among
 
 
 class SwitchCost(NamedTuple):
-    """What a switch adds to the steps it happens in. Seconds."""
+    """What a switch adds to the steps it happens in, in one way or both. Seconds."""
 
-    one_step: float
+    one_step: float | None  # None: not offered
     spread: float | None = None  # None: not offered
     spread_steps: int = 0
+
+    @property
+    def cheapest(self) -> float:
+        """The cheaper way."""
+        return min(seconds for seconds in (self.one_step, self.spread) if seconds is not None)
 
 
 class Costs(Protocol):
@@ -53,10 +59,8 @@ class Observer:
     costs: Costs
     room: Room  # pages of every layout that programs exist for
     slots: int  # requests that may run at once
-    chunks: Sequence[int] = ()  # prompt rows per step to choose among; (): as many as a bucket holds
-    chunk_rows: int = 512  # ... which are so many
-    other_load: Load | None = None  # a step of the other kind, to quote switches within it
-    other_in: float | None = None  # steps until one is expected
+    chunks: Sequence[int] = (512,)  # prompt rows per step to choose among; the last: as many as a bucket holds
+    directions: Collection[tuple[Layout, Layout]] | None = None  # switches that may be made; None: all
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
 
@@ -68,30 +72,34 @@ class Observer:
         running, here = scheduler.running, pool.layout
         if here not in self.room.pages:
             raise PolicyError(f"layout {here} is not among those with quotes: {', '.join(map(str, self.room.pages))}.")
-        if policy.pin is not None and policy.pin not in (names := [str(one) for one in self.room.pages]):
-            raise PolicyError(f"pin {policy.pin!r} is none of the layouts that programs exist for: {', '.join(names)}.")
-        load = _load(running, pool)
+        for name in (policy.pin, *(policy.allowed or ())):
+            if name is not None and name not in (names := [str(one) for one in self.room.pages]):
+                raise PolicyError(
+                    f"the policy's {name!r} is none of the layouts that programs exist for: {', '.join(names)}."
+                )
+        live = _Live.of(running, pool)
+        load = live.load()
         rows = int(load.new_rows.sum()) - int((load.new_rows == 1).sum())
         kind = "prefill" if rows else "decode"
-        lacking = self._lacking(load, scheduler, pool)
+        needed = self.room.needed(load)
+        lacking = self._lacking(load, needed, pool)
         waiting = list(islice(scheduler.waiting, min(LOOK_AHEAD, self.slots - len(running))))
-        admitted = {one: self._admits(one, load, waiting) for one, lack in lacking.items() if not lack}
-        choices = self._choices(load, waiting, admitted, kind)
-        ways = self._ways(here, load)
+        admitted = {one: self._admits(one, load, needed[one], waiting) for one, lack in lacking.items() if not lack}
+        choices = self._choices(load, waiting, admitted, kind, bounded=policy.step_seconds is not None)
+        ways = self._ways(here, load, waiting)
         quotes = [
             self._quote(layout, choices.get(layout, ()), lack, ways.get(layout)) for layout, lack in lacking.items()
         ]
-        lasts, at_most = self._how_long(running)
+        lasts, at_most = self._how_long(live)
         return Snapshot(
             step=step, time=time, layout=str(here), quotes=tuple(quotes), requests=len(running),
             waiting=len(scheduler.waiting), tokens=int((load.context - load.new_rows).sum()), prompt_rows=rows,
             steps=steps, lasts=None if waiting else lasts, at_most=None if waiting else at_most,
-            other_in=self.other_in, distrust=self.residuals.distrust(), policy=policy, memory=memory,
+            distrust=self.residuals.distrust(), policy=policy, memory=memory,
         )  # fmt: skip
 
-    def _lacking(self, load: Load, scheduler: Scheduler, pool: PagePool) -> dict[Layout, str]:
-        """For every layout why it cannot hold what runs, or ""."""
-        needed = self.room.needed(load)
+    def _lacking(self, load: Load, needed: Mapping[Layout, np.ndarray], pool: PagePool) -> dict[Layout, str]:
+        """For every layout why it cannot be switched to, or cannot hold what runs; or ""."""
         found = {}
         for layout, pages in self.room.pages.items():
             need = needed[layout]
@@ -99,10 +107,15 @@ class Observer:
                 need = self.room.needed(_dealt(load, layout.size))[layout]  # homes are chosen anew at this switch
             worst = int(need.argmax())
             short = int(need[worst]) - pages
-            found[layout] = "" if short <= 0 or layout == pool.layout else f"rank {worst} lacks {short} pages"
+            if layout == pool.layout:
+                found[layout] = ""
+            elif self.directions is not None and (pool.layout, layout) not in self.directions:
+                found[layout] = f"no switch {pool.layout} -> {layout} is among the engine's directions"
+            else:
+                found[layout] = "" if short <= 0 else f"rank {worst} lacks {short} pages"
         return found
 
-    def _admits(self, layout: Layout, load: Load, waiting: Sequence[Request]) -> int:
+    def _admits(self, layout: Layout, load: Load, needed: np.ndarray, waiting: Sequence[Request]) -> int:
         """How many of the waiting requests, in order, a layout has room for beside what runs: a page to spare for each.
 
         The requests that run have their homes; each further one goes where most is free, as the scheduler sends it.
@@ -110,17 +123,11 @@ class Observer:
         if not waiting:
             return 0
         kv, groups = self.room.kv, layout.owner_groups
-        need = self.room.needed(load)[layout]
-        fullest, each = [0] * groups, [0] * groups
-        for rank, pages in enumerate(need.tolist()):
-            group = layout.group_of(rank)
-            fullest[group] = max(fullest[group], int(pages))
-        for home in load.home.tolist():
-            each[layout.group_of(home)] += 1
-        free = [
-            (full + spare - self.room.pages[layout], group)
-            for group, (full, spare) in enumerate(zip(fullest, each, strict=True))
-        ]
+        group_of, fullest = np.array(groups_of_ranks(layout)), np.zeros(groups, np.int64)
+        np.maximum.at(fullest, group_of, needed.astype(np.int64))
+        spare = np.bincount(group_of[load.home], minlength=groups)
+        taken = fullest + spare - self.room.pages[layout]
+        free = list(zip(taken.tolist(), range(groups), strict=True))
         heapq.heapify(free)  # least is most free
         for count, request in enumerate(waiting):
             used, group = free[0]
@@ -131,62 +138,85 @@ class Observer:
         return len(waiting)
 
     def _choices(
-        self, load: Load, waiting: Sequence[Request], admitted: Mapping[Layout, int], kind: str
+        self, load: Load, waiting: Sequence[Request], admitted: Mapping[Layout, int], kind: str, bounded: bool
     ) -> dict[Layout, tuple[Choice, ...]]:
-        prompts = load.new_rows > 1
-        sizes = self.chunks if self.chunks and prompts.any() else (self.chunk_rows,)
+        """Steps of every layout that has room. Where their length is to be `bounded`, with each size of chunk."""
+        prompts, ranks = bool((load.new_rows > 1).any()), next(iter(self.room.pages)).size
+        bounded = bounded and (prompts or bool(waiting))
+        sizes = self.chunks if bounded else self.chunks[-1:]
+        lengths = [request.known for request in waiting]
         found: dict[Layout, list[Choice]] = {layout: [] for layout in admitted}
+        cut, seconds = load, dict[int, Mapping[Layout, float]]()
         for size in sizes:
-            cut = _cut(load, size)
-            shared = int(cut.new_rows.sum())
-            for count in sorted(set(admitted.values())):
-                batch = _with(cut, [request.known for request in islice(waiting, count)], next(iter(admitted)).size)
-                seconds = self.costs.step_seconds(batch)
-                for layout, admits in admitted.items():
-                    if admits == count and len(batch):
-                        corrected = seconds[layout] * self.residuals.factor(str(layout), kind)
-                        rows = size if prompts.any() or count else 0
-                        found[layout].append(Choice(corrected, float(shared + count), rows, count))
+            if prompts or size == sizes[0]:  # without prompts that run, all sizes compare alike
+                cut = _cut(load, size)
+                batches = {count: _with(cut, lengths[:count], ranks) for count in set(admitted.values())}
+                seconds = {count: self.costs.step_seconds(batch) for count, batch in batches.items() if len(batch)}
+            longest: dict[int, Mapping[Layout, float] | None] = dict.fromkeys(seconds)
+            if bounded and waiting:  # what is admitted begins with its prompt
+                for count in seconds:
+                    first = _with(load, lengths[: max(1, count)], ranks, prompts=True)
+                    longest[count] = self.costs.step_seconds(_cut(first, size))
+            for layout, count in admitted.items():
+                if count in seconds:
+                    name, most = str(layout), longest[count]
+                    most = None if most is None else most[layout] * self.residuals.factor(name, "prefill")
+                    corrected = seconds[count][layout] * self.residuals.factor(name, kind)
+                    tokens = float(int(cut.new_rows.sum()) + count)
+                    found[layout].append(Choice(corrected, tokens, size if prompts or count or bounded else 0, most))
         return {layout: tuple(made) for layout, made in found.items()}
 
-    def _ways(self, here: Layout, load: Load) -> dict[Layout, tuple[SwitchCost, float, float | None]]:
-        """For every other layout: the switch there, the way back, and the switch within a step of the other kind."""
+    def _ways(self, here: Layout, load: Load, waiting: Sequence[Request]) -> dict[Layout, tuple[SwitchCost, float]]:
+        """For every other layout: the switch there, and the way back. Where nothing runs yet, in the first prompt."""
         if not len(load):
-            return {}
+            if not waiting:
+                return {}
+            rows = np.array([waiting[0].known], np.int64)
+            load = Load(rows, rows, np.zeros_like(rows))
         there = self.costs.switch_seconds(here, load)
-        back = {layout: self.costs.switch_seconds(layout, load)[here].one_step for layout in there}
-        other: Mapping[Layout, SwitchCost] = {}
-        if self.other_load is not None and self.other_in is not None:
-            other = self.costs.switch_seconds(here, self.other_load)
-        return {one: (way, back[one], other[one].one_step if other else None) for one, way in there.items()}
+        return {one: (way, self.costs.switch_seconds(one, load)[here].cheapest) for one, way in there.items()}
 
     def _quote(
-        self, layout: Layout, choices: tuple[Choice, ...], lack: str, way: tuple[SwitchCost, float, float | None] | None
+        self, layout: Layout, choices: tuple[Choice, ...], lack: str, way: tuple[SwitchCost, float] | None
     ) -> Quote:
         refused = lack or ("" if choices else "it has no room for what waits")
         if refused or way is None:
             return Quote(str(layout), () if refused else choices, refused)
-        there, back, other = way
-        return Quote(str(layout), choices, "", there.one_step, back, there.spread, there.spread_steps, other)
+        there, back = way
+        return Quote(str(layout), choices, "", there.one_step, back, there.spread, there.spread_steps)
 
-    def _how_long(self, running: Sequence[Request]) -> tuple[float | None, float | None]:
-        if not running:
+    def _how_long(self, live: "_Live") -> tuple[float | None, float | None]:
+        if not len(live.output):
             return None, None
-        generated = [len(r.output_ids) + r.in_flight for r in running[:: max(1, len(running) // SAMPLED)]]
-        left = [r.max_total - r.total for r in running[:: max(1, len(running) // SAMPLED)]]
-        longest = max(r.max_total - len(r.prompt_ids) - len(r.output_ids) - r.in_flight for r in running)
-        return self.lifetimes.until_half(generated, left), float(longest) if longest < FOREVER else None
+        generated = live.output + live.in_flight
+        left = live.max_total - live.prompt - generated
+        longest, every = int(left.max()), max(1, len(left) // SAMPLED)
+        half = self.lifetimes.until_half(generated[::every], left[::every])
+        return half, float(longest) if longest < FOREVER else None
 
 
-def _load(running: Sequence[Request], pool: PagePool) -> Load:
-    """The running requests as the next step sees them: one row of each that draws, all missing rows of a prompt."""
-    rows, context = np.empty(len(running), np.int64), np.empty(len(running), np.int64)
-    home = np.empty(len(running), np.int64)
-    for i, request in enumerate(running):
-        missing = len(request.prompt_ids) + len(request.output_ids) - request.computed
-        rows[i] = missing if missing > 1 else 1
-        context[i], home[i] = request.computed, pool.home(request.name)
-    return Load(context + rows, rows, home)
+class _Live(NamedTuple):
+    """The running requests as arrays, i64[B] each."""
+
+    prompt: np.ndarray  # tokens
+    output: np.ndarray  # tokens that are read
+    in_flight: np.ndarray  # ... and that are being drawn
+    computed: np.ndarray
+    max_total: np.ndarray
+    home: np.ndarray
+
+    @classmethod
+    def of(cls, running: Sequence[Request], pool: PagePool) -> "_Live":
+        each = [
+            (len(r.prompt_ids), len(r.output_ids), r.in_flight, r.computed, r.max_total, pool.home(r.name))
+            for r in running
+        ]
+        return cls(*np.array(each, np.int64).reshape(-1, len(cls._fields)).T)
+
+    def load(self) -> Load:
+        """As the next step sees them: one row of each that draws, all missing rows of a prompt."""
+        rows = np.maximum(1, self.prompt + self.output - self.computed)
+        return Load(self.computed + rows, rows, self.home)
 
 
 def _dealt(load: Load, ranks: int) -> Load:
@@ -207,16 +237,24 @@ def _cut(load: Load, chunk: int) -> Load:
     return Load(context[keep], rows[keep], load.home[keep])
 
 
-def _with(load: Load, prompts: Sequence[int], ranks: int) -> Load:
-    """The load with further requests, decoding, whose homes are dealt out where the fewest are."""
-    if not prompts:
+def chunk_sizes(rows: int, tile: int) -> tuple[int, ...]:
+    """Prompt rows per step worth choosing among: `rows`, and halves of it down to a tile, in whole tiles."""
+    return tuple(sorted({-(-rows // (tile << k)) * tile for k in range(CHUNKS)}))
+
+
+def _with(load: Load, lengths: Sequence[int], ranks: int, prompts: bool = False) -> Load:
+    """The load with further requests of so many tokens, whose homes are dealt out where the fewest are.
+
+    They decode, or have their `prompts` before them.
+    """
+    if not lengths:
         return load
     count = np.bincount(load.home, minlength=ranks)
     order = np.argsort(count, kind="stable")
-    more = np.array(prompts, np.int64)
+    more = np.array(lengths, np.int64)
     home = np.resize(order, len(more))
     return Load(
-        np.concatenate([load.context, more + 1]),
-        np.concatenate([load.new_rows, np.ones_like(more)]),
+        np.concatenate([load.context, more if prompts else more + 1]),
+        np.concatenate([load.new_rows, more if prompts else np.ones_like(more)]),
         np.concatenate([load.home, home]),
     )

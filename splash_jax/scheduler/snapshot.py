@@ -3,6 +3,7 @@
 Times are seconds, lengths tokens, durations of loads decode steps. Nothing here asks a clock or a device.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class Choice(NamedTuple):
     seconds: float  # predicted
     tokens: float = 1.0  # useful tokens of the step: what makes steps of unequal batches comparable
     chunk: int = 0  # most prompt rows of the step; 0: it has none
-    admits: int = 0  # waiting requests that the layout has room for
+    longest: float | None = None  # predicted with prompt rows of what it admits, too; None: as `seconds`
 
 
 class Quote(NamedTuple):
@@ -69,11 +70,17 @@ class Quote(NamedTuple):
     layout: str
     choices: tuple[Choice, ...]  # at least one, unless refused
     refused: str = ""  # why it cannot hold the load or be switched to: names the rank and what it lacks
-    there: float = 0.0  # seconds that a switch to it, within one step of the present kind, adds
-    back: float = 0.0  # ... and that the switch back adds
+    there: float | None = 0.0  # seconds that a switch to it within one step adds; None: not offered
+    back: float = 0.0  # ... and that the switch back adds, the cheaper way
     there_spread: float | None = None  # seconds that a switch spread over `spread_steps` steps adds; None: not offered
     spread_steps: int = 0
-    there_other: float | None = None  # seconds that the switch adds within one step of the other kind
+
+    @property
+    def cheapest(self) -> float:
+        """Seconds that the switch to it adds, the cheaper way; not a number where none is offered."""
+        if self.there is None:
+            return math.nan if self.there_spread is None else self.there_spread
+        return self.there if self.there_spread is None else min(self.there, self.there_spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,6 @@ class Memory:
     regrets: Mapping[str, float] = field(default_factory=dict)  # layout -> seconds
     switches: tuple[float, ...] = ()  # times of recent switches, oldest first
     last_switch: int | None = None  # step of the latest
-    waited: float = 0.0  # seconds lost by waiting for a better step to switch in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +108,8 @@ class Snapshot:
     tokens: int = 0  # of live histories
     prompt_rows: int = 0  # still to be computed, of requests that run
     steps: int = 1  # that this decision is about; more where a caller decides less often than every step
-    switching: bool = False  # a spread switch is under way
     lasts: float | None = None  # steps until about half of the running requests will have ended; None: not known
     at_most: float | None = None  # steps until all will have ended at the latest, and nothing waits; None: no bound
-    other_in: float | None = None  # steps until a step of the other kind is expected; None: not known
     distrust: str = ""  # why the quotes are not to be obeyed (see `Residuals`)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     memory: Memory = field(default_factory=Memory)
@@ -120,8 +124,7 @@ class Snapshot:
 class Run:
     """Run the next step in the present layout."""
 
-    chunk: int  # most prompt rows of it
-    admits: int
+    chunk: int  # most prompt rows of it; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,6 @@ class Switch:
     layout: str
     spread: bool
     chunk: int
-    admits: int
 
 
 @dataclass(frozen=True, slots=True)

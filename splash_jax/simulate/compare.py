@@ -74,8 +74,8 @@ def by_thresholds(snapshot: Snapshot) -> Decision:
         target = THRESHOLDS[0][1]
     quote = next(quote for quote in snapshot.quotes if quote.layout == target)
     if target == snapshot.layout or quote.refused:
-        return Decision(action=Run(0, 0), reason="thresholds", memory=snapshot.memory)
-    return Decision(action=Switch(target, False, 0, 0), reason="thresholds", memory=snapshot.memory)
+        return Decision(action=Run(0), reason="thresholds", memory=snapshot.memory)
+    return Decision(action=Switch(target, False, 0), reason="thresholds", memory=snapshot.memory)
 
 
 def layout_named(deployment: Deployment, name: str) -> Layout:

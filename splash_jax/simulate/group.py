@@ -32,6 +32,7 @@ from splash_jax.scheduler import (
     Scheduler,
     Snapshot,
     Switch,
+    chunk_sizes,
     decide,
     log_line,
 )
@@ -119,7 +120,8 @@ class Group:
         self._room = Room(deployment.kv, deployment.pages)
         most = ((one.owner_groups, buckets[-1]) for one, buckets in deployment.buckets.items())
         rows = max(groups * bucket.tiles * bucket.tile for groups, bucket in most)
-        self.observer = Observer(costs=deployment.costs, room=self._room, slots=deployment.slots, chunk_rows=rows)
+        chunks = chunk_sizes(rows, next(iter(deployment.buckets.values()))[-1].tile)
+        self.observer = Observer(costs=deployment.costs, room=self._room, slots=deployment.slots, chunks=chunks)
         self.memory = Memory()
         self._index = {one: i for i, one in enumerate(deployment.layouts)}
 
@@ -177,6 +179,8 @@ class Group:
             self._out.arrived[i] = time
             self._alike = self._alike and bool(self.scheduler.waiting)  # behind others it waits as they do
             self.scheduler.add(request)
+            if self.policy is not None and self.policy.step_seconds is not None:
+                self._there = 0  # so that the size of its chunks is decided before it begins
 
     def _decide(self) -> float:
         """Ask the policy where it is due, and make its switch. Returns the seconds that a switch adds to the step."""
@@ -199,7 +203,7 @@ class Group:
             self._log.write(log_line(snapshot, decision) + "\n")
         self.memory, action = decision.memory, decision.action
         if not isinstance(action, Idle):
-            self._chunk = action.chunk or None
+            self._chunk = action.chunk or self._chunk
         if not isinstance(action, Switch):
             return 0.0
         dst = next(one for one in self.deployment.layouts if str(one) == action.layout)
@@ -212,10 +216,11 @@ class Group:
         except SwitchRefused:
             self._out.refused += 1
             return 0.0
-        self._out.switches.append((self._now, str(self.pool.layout), action.layout, quote.there))
+        added = quote.cheapest
+        self._out.switches.append((self._now, str(self.pool.layout), action.layout, added))
         self.pool = PagePool.adopt(plan.after)
         self._left, self._alike = 0, False
-        return quote.there
+        return added
 
     def _take(self, schedule: Schedule, added: float) -> None:
         """The step that was scheduled."""

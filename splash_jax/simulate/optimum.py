@@ -32,7 +32,7 @@ def hindsight(deployment: Deployment, outcome: Outcome) -> tuple[float, int, flo
             switch = np.zeros((len(layouts), len(layouts)))
             for i, src in enumerate(layouts):
                 quotes = deployment.costs.switch_seconds(src, load)
-                switch[i] = [0.0 if dst == src else quotes[dst].one_step for dst in layouts]
+                switch[i] = [0.0 if dst == src else quotes[dst].cheapest for dst in layouts]
             came = (best[:, None] + switch).argmin(0)
             here = np.arange(len(layouts))
             best = best[came] + switch[came, here]

@@ -12,7 +12,7 @@ from splash_jax import LLM
 from splash_jax.engine.pilot import Pilot, profile_of
 from splash_jax.errors import ConfigError, LayoutError, PolicyError
 from splash_jax.scheduler import PolicyConfig, replay
-from tests.engine.conftest import TOLERANCE, add, drive, greedy, teacher_forced, tokens
+from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
 from tests.support import assert_all_free, make_llm
 
 POLICY = PolicyConfig(dwell_steps=0, max_switches=1000)
@@ -91,6 +91,8 @@ def test_every_decision_is_logged_with_its_reasons_and_replays(auto: LLM, log: P
     lines = log.read_text().splitlines()
     assert len(lines) >= len(auto.records) - since > 0
     assert len(list(replay(lines))) == len(lines)
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps[-1] == auto.records[-1].step or steps[-1] == auto.records[-1].step + 1
     first = json.loads(lines[0])
     assert set(first["layouts"]) == set(auto.engine.blueprint.layouts)
     assert all(told["fits"] in (True, False) and told["why"] for told in first["layouts"].values())
@@ -113,6 +115,45 @@ def test_a_pin_and_an_allowed_set_hold_from_the_next_step_on(auto: LLM) -> None:
     drive_some(auto)
     assert {record.layout for record in auto.records[since:]} == {"dop"}
     auto.set_policy(allowed=None)
+
+
+def test_a_short_longest_step_makes_prompts_come_in_smaller_chunks(auto: LLM) -> None:
+    rows = {}
+    for limit in (None, 1e-9):
+        auto.set_policy(pin="tp", step_seconds=limit)
+        since = len(auto.records)
+        request = add(auto, tokens(60, 3), greedy(2))
+        drive(auto)
+        auto.engine.take(request.name)
+        rows[limit] = [record.rows for record in auto.records[since:] if record.rows > 1]
+    tile = auto.engine.config.prefill_tile
+    assert rows[None] == [60]
+    assert sum(rows[1e-9]) == 60 and max(rows[1e-9]) == tile
+
+
+def test_a_switch_is_made_in_the_only_mode_that_was_built(llm: LLM, profile: Path) -> None:
+    """A program of another mode would be missing in an engine that compiles ahead."""
+    settings = replace(
+        llm.engine.config, policy=replace(POLICY, pin="dop"), hardware=profile, switch_modes=("blocking",)
+    )
+    go(llm, "tp").engine.pilot = Pilot(replace(llm.engine.blueprint, config=settings), profile_of(settings))
+    since = len(llm.records)
+    try:
+        drive_some(llm)
+    finally:
+        llm.engine.pilot = None
+    assert llm.layout == "dop"
+    assert [record.switch_mode for record in llm.records[since:] if record.switch] == ["blocking"]
+
+
+def test_a_policy_that_fails_ends_no_request(auto: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(auto, "dp")
+    with monkeypatch.context() as patch:
+        patch.setattr("splash_jax.engine.pilot.decide", lambda snapshot: 1 / 0)
+        since = len(auto.records)
+        drive_some(auto)
+    assert {record.layout for record in auto.records[since:]} == {"dp"}
+    assert_all_free(auto)
 
 
 def test_what_steps_take_corrects_the_estimates(auto: LLM) -> None:

@@ -25,18 +25,18 @@ def a_log(steps: int = 300, seed: int = 0) -> list[str]:
         costs = {name: cost * rng.uniform(0.9, 1.1) for name, cost in costs.items()}
         quotes = []
         for name, cost in costs.items():
-            choices = tuple(Choice(cost * k, float(k * 10), 16 * k, k) for k in (1, 2))
+            choices = tuple(Choice(cost * k, float(k * 10), 16 * k) for k in (1, 2))
             if name == here:
                 quotes.append(Quote(name, choices))
             elif rng.random() < 0.1:
                 quotes.append(Quote(name, (), "rank 1 lacks 3 pages"))
             else:
-                quotes.append(Quote(name, choices, "", 0.1, 0.2, 0.05, 4, 0.01))
+                quotes.append(Quote(name, choices, "", 0.1, 0.2, 0.05, 4))
         policy = PolicyConfig(pin="dp" if step % 50 == 49 else None, allowed=LAYOUTS if step % 2 else None)
         snapshot = Snapshot(
             step=step, time=step / 3, layout=here, quotes=tuple(quotes), requests=rng.randrange(3),
             waiting=rng.randrange(2),
-            prompt_rows=rng.choice([0, 0, 64]), other_in=3.0, lasts=rng.choice([None, 50.0]), policy=policy,
+            prompt_rows=rng.choice([0, 0, 64]), lasts=rng.choice([None, 50.0]), policy=policy,
             memory=memory,
         )  # fmt: skip
         decision = decide(snapshot)
@@ -62,6 +62,7 @@ def test_every_line_tells_prediction_fit_and_reason_of_every_layout():
         for told in values["layouts"].values():
             assert told["why"] and isinstance(told["fits"], bool)
             assert told["seconds"] is None if not told["fits"] else told["seconds"] > 0
+            assert told["chunk"] == (32 if told["fits"] else None)  # the larger one of two
         refused = [told["why"] for told in values["layouts"].values() if not told["fits"]]
         assert all("rank 1 lacks 3 pages" in why or "pin" in why for why in refused)
 
@@ -70,7 +71,7 @@ def test_a_log_that_was_edited_is_found():
     lines = a_log(60)
     number = next(i for i, line in enumerate(lines) if json.loads(line)["action"].startswith("switch"))
     values = json.loads(lines[number])
-    values["decision"]["action"] = {"name": "run", "chunk": 16, "admits": 1}
+    values["decision"]["action"] = {"name": "run", "chunk": 16}
     lines[number] = json.dumps(values)
     with pytest.raises(PolicyError, match=rf"line {number + 1} \(step {number}, in .*\) logs run .*gives switch"):
         list(replay(lines))

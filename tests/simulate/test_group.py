@@ -93,3 +93,16 @@ def test_a_request_that_no_layout_could_hold_is_refused(deployment):
         Group(deployment, deployment.layouts[0]).run(long)
     with pytest.raises(ConfigError, match="every must be at least 1 step, got 0"):
         make_deployment(every=0)
+
+
+@pytest.mark.parametrize("jump", [False, True])
+def test_prompts_come_in_chunks_that_keep_a_step_short(deployment, jump):
+    prompts = Traffic(
+        arrival=np.array([0.0, 0.2, 0.25]), prompt=np.array([300, 900, 40]), output=np.array([200, 20, 60]),
+        limit=np.array([200, 20, 60]),
+    )  # fmt: skip
+    longest = {}
+    for limit in (None, 0.02):
+        group = Group(deployment, deployment.layouts[0], PolicyConfig(pin="tp", step_seconds=limit), jump=jump)
+        longest[limit] = max(s.costs[0] for s in group.run(prompts).stretches)
+    assert longest[0.02] <= 0.02 < 0.04 < longest[None]

@@ -13,7 +13,8 @@ import typer
 import splash_jax
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", re.IGNORECASE)
+_COUNT = re.compile(r"\d{1,18}")
 
 
 def model_path(name: str) -> Path:
@@ -34,7 +35,7 @@ def switch_steps(texts: list[str]) -> dict[int, tuple[str, str]]:
     switches: dict[int, tuple[str, str]] = {}
     for text in texts:
         step, *move = text.split(":")
-        if not step.isdecimal() or len(move) not in (1, 2) or not all(move):
+        if not _COUNT.fullmatch(step) or len(move) not in (1, 2) or not all(move):
             raise typer.BadParameter(
                 f"{text!r} is not STEP:LAYOUT or STEP:LAYOUT:MODE; write 40:dp or 40:dp:spread.", param_hint="--switch"
             )
@@ -49,7 +50,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, size = (word.strip() for word in part.partition("="))
-        if not equals or not axis or not size.isdecimal() or int(size) < 1:
+        if not equals or not axis or not _COUNT.fullmatch(size) or int(size) < 1:
             raise typer.BadParameter(f"{text!r} is not AXIS=SIZE,...; write node=2,chip=4.", param_hint="--mesh")
         if axis in sizes:
             raise typer.BadParameter(f"axis {axis!r} has two sizes; give it one.", param_hint="--mesh")
@@ -66,7 +67,7 @@ def mesh_and_ranks(mesh: str | None, num_devices: int | None) -> tuple[dict[str,
 def token_counts(text: str) -> list[int]:
     """Numbers of tokens of options like 40,100."""
     parts = [part.strip() for part in text.split(",")]
-    if any(not part.isdecimal() or int(part) < 1 for part in parts):
+    if any(not _COUNT.fullmatch(part) or int(part) < 1 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of token counts; write 40,100,100.", param_hint="--tokens")
     return [int(part) for part in parts]
 

@@ -48,7 +48,9 @@ class EngineConfig:
     hardware: str | Path | None = None  # of layout "auto": a name in configs/hardware or a TOML file; None: as is here
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # of layout "auto"
     decision_log: str | Path | None = None  # of layout "auto": where every decision is written, a line of JSON each
-    compilation_cache_dir: Path | None = field(default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla")
+    compilation_cache_dir: str | Path | None = field(
+        default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla"
+    )
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +75,12 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}.")
+        for name in ("penalties", "scoring", "compile_ahead", "skip_tokenizer_init"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r}.")
+        for name in ("hardware", "decision_log", "compilation_cache_dir"):
+            if not isinstance(value := getattr(self, name), str | Path | None):
+                raise ConfigError(f"{name} must be a path or None, got {value!r}.")
         examples = {
             "layouts": "('tp', 'dp')",
             "directions": "(('tp', 'dp'),)",
@@ -81,7 +89,7 @@ class EngineConfig:
         }
         for name, example in examples.items():
             value = getattr(self, name)
-            good = isinstance(value, Collection) and not isinstance(value, str)
+            good = isinstance(value, Collection) and not isinstance(value, str | Mapping)
             if not good and (name, value) != ("directions", None):
                 raise ConfigError(f"{name} must be a tuple like {example}, got {value!r}.")
         if not self.layouts:
@@ -140,7 +148,8 @@ class EngineConfig:
         if str(self.layout_of(self.first_layout)) not in allowed:
             raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
         for pair in self.directions or ():
-            known = {self.spelled_out(name) for name in pair} if isinstance(pair, tuple | list) else set()
+            names = isinstance(pair, tuple | list) and all(isinstance(name, str) for name in pair)
+            known = {self.spelled_out(name) for name in pair} if names else set()
             if len(known) != 2 or len(pair) != 2 or not known <= allowed:
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
 

@@ -463,7 +463,7 @@ class Engine:
             self._finish(request, "error")
             return
         if request.params.logprobs is not None:
-            k = request.params.logprobs
+            k = min(request.params.logprobs, self.model.vocab_size)
             top = [(int(i), float(p)) for i, p in zip(tokens[1 : k + 1], logprobs[1 : k + 1], strict=True)]
             request.logprobs.append((float(logprobs[0]), top))
         try:

@@ -62,7 +62,7 @@ def room_on_devices(budget: str) -> Iterator[None]:
         raise ConfigError(f"the devices have no room for this engine ({told}). Lower {budget}.") from error
 
 
-def use_compilation_cache(path: Path | None) -> None:
+def use_compilation_cache(path: str | Path | None) -> None:
     """Keep compiled programs in JAX's persistent cache, small ones too, unless the process already has one."""
     if path is None:
         return

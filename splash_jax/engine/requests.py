@@ -10,9 +10,12 @@ from splash_jax.scheduler import SamplingParams
 
 
 def stop_ids(model: ModelConfig, params: SamplingParams) -> frozenset[int]:
-    """Tokens that end a request: its own, and the model's ends of sequence unless it ignores them."""
+    """Tokens that end a request: its own, and the model's ends of sequence unless it ignores them.
+
+    Of those only what the vocabulary has: no other is ever drawn.
+    """
     ends = () if params.ignore_eos else model.eos_token_ids
-    return frozenset(params.stop_token_ids or ()) | frozenset(ends)
+    return frozenset(i for i in (*(params.stop_token_ids or ()), *ends) if i < model.vocab_size)
 
 
 def check_request(blueprint: Blueprint, ids: list[int], params: SamplingParams, score: bool, *, text: bool) -> None:

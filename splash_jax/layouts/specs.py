@@ -12,6 +12,8 @@ from splash_jax.errors import LayoutError
 from splash_jax.layouts.registry import ROLES
 from splash_jax.ownership import Layout
 
+MOST_RANKS = 1024  # that an error proposes
+
 
 def attention_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the given axes over the first devices. Raises `LayoutError` when there are too few."""
@@ -51,7 +53,7 @@ def pool_spec(layout: Layout) -> P:
 def check_heads(layout: Layout, num_heads: int) -> None:
     """Raise `LayoutError` unless the heads can be split over all ranks, as some layout may want."""
     if num_heads % layout.size:
-        fits = [t for t in range(1, layout.size) if num_heads % t == 0]
+        fits = [t for t in range(1, min(num_heads, MOST_RANKS) + 1) if num_heads % t == 0]
         raise LayoutError(
             f"{num_heads} attention heads cannot be split over {layout.size} devices; choose num_devices from {fits}."
         )

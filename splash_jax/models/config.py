@@ -4,7 +4,7 @@ Both spellings of `config.json` are read: transformers 5 (`rope_parameters`, `dt
 the hub (`rope_theta`, `rope_scaling`, `torch_dtype`).
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from splash_jax.models.rope import RopeConfig, yarn_scale
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 DTYPES = ("float32", "bfloat16")
+MOST_LAYERS, MOST_EXPERTS = 4096, 16_384  # far beyond any model: more is a damaged file
 
 
 @final
@@ -66,8 +67,8 @@ class ModelConfig:
         f.one_of("hidden_act", ("silu",), "silu")
         f.one_of("scoring_func", ("sigmoid",), "sigmoid")
         f.one_of("topk_method", ("noaux_tc",), "noaux_tc")
-        num_layers = f.integer("num_hidden_layers")
-        num_experts = f.integer("n_routed_experts", least=0, default=0)
+        num_layers = f.integer("num_hidden_layers", most=MOST_LAYERS)
+        num_experts = f.integer("n_routed_experts", least=0, most=MOST_EXPERTS, default=0)
         moe = num_experts > 0
         if moe and f.integer("moe_layer_freq", default=1) != 1:
             raise ConfigError(f"{where}: moe_layer_freq is {d['moe_layer_freq']}; only 1 is supported. Set it to 1.")
@@ -145,9 +146,11 @@ class _Fields:
         )
 
     def wrong(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {self.values[name]!r}, expected {expected}. Correct the value.")
+        return ConfigError(
+            f"{self.where}: {name} is {self.values[name]!r:.100}, expected {expected}. Correct the value."
+        )
 
-    def integer(self, name: str, *, least: int = 1, default: int | None = None) -> int:
+    def integer(self, name: str, *, least: int = 1, most: int = 2**31 - 1, default: int | None = None) -> int:
         value = self.values.get(name)
         if value is None:
             if default is None:
@@ -155,6 +158,8 @@ class _Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.wrong(name, f"an integer of at least {least}")
+        if value > most:
+            raise self.wrong(name, f"an integer of at most {most}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
@@ -163,7 +168,7 @@ class _Fields:
             if default is None:
                 raise self.missing(name)
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(name, "a finite number above 0")
         return float(value)
 

@@ -61,6 +61,8 @@ def ends(arguments: list[str]) -> int | str | None:
         (["plan", "small", "--mesh", "node=2,node=4"], "has two sizes"),
         (["plan", "small", "-T", "2", "--tokens", "4,x"], "'4,x' is not a list of token counts; write 40,100,100."),
         (["plan", "small", "-T", "2", "--device-memory-bytes", "lots"], "'lots' is not a size in bytes; write 64M"),
+        (["plan", "small", "-T", "2", "--tokens", "9" * 5000], "is not a list of token counts; write 40,100,100."),
+        (["plan", "small", "-T", "2", "--device-memory-bytes", "9" * 400], "is not a size in bytes; write 64M"),
         (["generate", "small"], "give prompts with --prompt (repeatable) or with --prompts-file"),
         (["generate", "small", "--prompt", "a", "--prompts-file", "b"], "one of the two"),
         (

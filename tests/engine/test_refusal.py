@@ -19,7 +19,7 @@ from splash_jax.engine.platform import room_on_devices, start_devices
 from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
 from splash_jax.ownership.footprint import IN_TRANSIT
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
-from tests.support import SMALL, assert_all_free, make_llm
+from tests.support import SMALL, assert_all_free, make_llm, write_checkpoint
 
 FULL = 130  # eight histories of so many tokens fill more than one rank
 
@@ -102,7 +102,18 @@ def test_a_direction_nobody_announced(small: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_devices": 3}, r"8.*3|3.*8"),
+        (
+            {"num_devices": 3},
+            r"8 attention heads cannot be split over 3 devices; choose num_devices from \[1, 2, 4, 8\]",
+        ),
+        ({"num_devices": 10**9}, r"8 attention heads cannot be split over 1000000000 devices; choose"),
+        (
+            {"directions": (("tp", ["dp"]),)},
+            r"direction \('tp', \['dp'\]\) must be two different ones of tp, dp, cp, dop",
+        ),
+        ({"directions": {}}, r"directions must be a tuple like \(\('tp', 'dp'\),\), got \{\}"),
+        ({"penalties": "false"}, "penalties must be True or False, got 'false'"),
+        ({"compilation_cache_dir": 1.5}, "compilation_cache_dir must be a path or None, got 1.5"),
         ({"max_model_len": 300}, "max_model_len 300 is more than the model's context of 256"),
         ({"num_devices": 0}, "num_devices must be a whole number of at least 1, got 0"),
         ({"mesh": {"node": 2, "chip": 4}}, r"mesh \{'node': 2, 'chip': 4\} has 8 ranks and num_devices is 4; make"),
@@ -427,3 +438,18 @@ def test_one_setting_for_each_prompt(llm: LLM) -> None:
 def test_sampling_settings_that_cannot_be_meant(settings: dict[str, object], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_an_end_of_sequence_beyond_the_vocabulary_bans_nothing(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, eos_token_id=[1, 512, 2**40])
+    llm = make_llm(checkpoint, num_devices=1, layouts=("tp",))
+    (output,) = llm.generate([[2, 3]], SamplingParams(min_tokens=3, max_tokens=3, stop_token_ids=[2**40]))
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_more_logprobs_than_a_small_vocabulary_has(tmp_path: Path) -> None:
+    llm = make_llm(write_checkpoint(tmp_path, vocab_size=11), num_devices=1, layouts=("tp",))
+    (output,) = llm.generate([[2, 3]], greedy(3, logprobs=20))
+    for values in output.outputs[0].logprobs or ():
+        assert set(values) == set(range(11))
+        assert sum(np.exp(value.logprob) for value in values.values()) == pytest.approx(1, abs=1e-5)

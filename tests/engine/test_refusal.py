@@ -443,7 +443,7 @@ def test_sampling_settings_that_cannot_be_meant(settings: dict[str, object], wor
 def test_an_end_of_sequence_beyond_the_vocabulary_bans_nothing(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, eos_token_id=[1, 512, 2**40])
     llm = make_llm(checkpoint, num_devices=1, layouts=("tp",))
-    (output,) = llm.generate([[2, 3]], SamplingParams(min_tokens=3, max_tokens=3, stop_token_ids=[2**40]))
+    (output,) = llm.generate([[2, 3]], SamplingParams(min_tokens=3, max_tokens=3, stop_token_ids=[600]))
     assert len(output.outputs[0].token_ids) == 3
 
 

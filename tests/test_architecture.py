@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "configs": set(),
     "platforms": set(),
+    "progress": set(),
     "pallas_kernels": set(),
     "ownership": set(),
     "cost": {"ownership", "configs"},

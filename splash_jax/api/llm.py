@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from splash_jax.api.outputs import CompletionOutput, Logprob, RequestOutput
 from splash_jax.cost import Load, ServedModel, SwitchQuote, load_hardware, quote_switch
 from splash_jax.engine import Engine, EngineConfig, Records, StepRecord
 from splash_jax.engine.config import mesh_ranks
-from splash_jax.errors import LayoutError, PolicyError, RequestError, SplashError
+from splash_jax.errors import ConfigError, LayoutError, PolicyError, RequestError, SplashError
 from splash_jax.kv import filled_pool
 from splash_jax.ownership import SwitchPlan
+from splash_jax.progress import Report, progress_report
 from splash_jax.scheduler import PolicyConfig, Request, SamplingParams, Status
 
 Prompt = str | Sequence[int]
@@ -32,7 +35,8 @@ class LLM:
       mesh: its axes and their sizes, such as {"node": 2, "chip": 4}. None: a single axis.
       layout: what it starts in: a role for every axis ("tp", "dp", "cp", "dop", "dcp", "rep"), or one role for each,
         such as "node=dop,chip=cp". "auto": the policy chooses before every step, by `hardware`'s profile.
-      progress: called as progress(what, done, in_all) while weights load and programs compile.
+      progress: True: bars on stderr while weights load and programs compile, or lines where it is no terminal. False:
+        nothing. Or what is called instead, as progress(what, done, in_all).
       **settings: the fields of `EngineConfig`.
 
     Raises the errors of `splash_jax.errors`, before any device memory is taken.
@@ -45,12 +49,14 @@ class LLM:
         num_devices: int | None = None,
         mesh: Mapping[str, int] | None = None,
         layout: str = "tp",
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Report | bool = True,
         **settings: Any,
     ) -> None:
         ranks = mesh_ranks(mesh) if num_devices is None else num_devices
+        _check_names(settings)
         config = EngineConfig(model=Path(model), num_devices=ranks, mesh=mesh, layout=layout, **settings)
-        self.engine = Engine(config, progress)
+        with progress_report() if progress is True else nullcontext(progress or None) as report:
+            self.engine = Engine(config, report)
         self._serial = itertools.count()
 
     @property
@@ -313,6 +319,30 @@ class LLM:
                 }
             )
         return tuple(result)
+
+
+VLLM_NAMES = {
+    "tensor_parallel_size": "num_devices, the ranks of the attention mesh",
+    "data_parallel_size": "num_devices, and layout='dp'",
+    "decode_context_parallel_size": "num_devices, and layout='dcp'",
+    "gpu_memory_utilization": "device_memory_bytes; by default most of what is free",
+    "swap_space": "nothing: histories are computed again",
+    "enforce_eager": "compile_ahead=False",
+    "max_logprobs": "nothing: a request may ask for up to 20",
+}
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a setting that there is not, with what it is called here or what is like it."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            hint = f"there are {', '.join(known)}."
+            if name in VLLM_NAMES:
+                hint = f"here that is {VLLM_NAMES[name]}."
+            elif near := get_close_matches(name, known, 1):
+                hint = f"did you mean {near[0]}?"
+            raise ConfigError(f"there is no setting {name!r}; {hint}")
 
 
 def _move(move: Move) -> tuple[str, str]:

@@ -8,9 +8,9 @@ from rich.table import Table
 from typer import Option
 
 from splash_jax.cli.process import prepare_process
-from splash_jax.cli.startup import STDERR, startup_bars
 from splash_jax.cli.values import check_targets, model_path
 from splash_jax.errors import ConfigError
+from splash_jax.progress import STDERR, progress_report
 
 UNITS = {
     "hbm_bytes_per_s": ("reading weights", 1e9, "GB/s"),
@@ -45,7 +45,7 @@ def calibrate(
     from splash_jax.calibrate import calibrate as measure
     from splash_jax.calibrate import profile_toml
 
-    with startup_bars() as progress:
+    with progress_report() as progress:
         found = measure(
             model_path(model), num_devices=num_devices, layouts=tuple(layouts.split(",")), name=name, dtype=dtype,
             max_num_seqs=max_num_seqs, progress=progress,

@@ -13,8 +13,8 @@ from splash_jax.cli import scene as script
 from splash_jax.cli.live import RunView
 from splash_jax.cli.process import on_cpu, prepare_process
 from splash_jax.cli.report import compare, print_decisions, print_proof, print_switches, print_texts, switch_costs
-from splash_jax.cli.startup import startup_bars
 from splash_jax.cli.values import model_path, write_json
+from splash_jax.progress import progress_report
 
 if TYPE_CHECKING:
     from splash_jax import LLM, RequestOutput
@@ -85,7 +85,7 @@ def _start(console: Console, model: Path, settings: dict[str, Any]) -> "LLM":
     console.print("Loading and compiling (a minute or two; later runs find compiled programs).")
     from splash_jax import LLM
 
-    with startup_bars() as progress:
+    with progress_report() as progress:
         return LLM(model, progress=progress, **settings)
 
 

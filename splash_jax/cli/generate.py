@@ -11,7 +11,6 @@ import typer
 from typer import Option
 
 from splash_jax.cli.process import prepare_process
-from splash_jax.cli.startup import STDERR, startup_bars
 from splash_jax.cli.values import (
     byte_size,
     check_targets,
@@ -21,6 +20,7 @@ from splash_jax.cli.values import (
     write_json,
 )
 from splash_jax.errors import SplashError
+from splash_jax.progress import STDERR, progress_report
 
 if TYPE_CHECKING:
     from splash_jax import LLM, RequestOutput, SamplingParams
@@ -116,7 +116,7 @@ def _start(model: Path, layout: str, switches: Mapping[int, tuple[str, str]], **
     path = [layout, *(name for name, _ in switches.values())]
     modes = tuple(dict.fromkeys(mode for _, mode in switches.values())) or ("splash",)
     directions = tuple(dict.fromkeys((a, b) for a, b in pairwise(path) if a != b))
-    with startup_bars() as progress:
+    with progress_report() as progress:
         return LLM(
             model, layout=layout, layouts=tuple(dict.fromkeys(path)), directions=directions, switch_modes=modes,
             penalties=False, scoring=False, decode_buckets=(settings["max_num_seqs"],), progress=progress, **settings,

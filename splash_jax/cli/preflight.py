@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from splash_jax.cli.startup import startup_bars
 from splash_jax.cli.values import check_targets, in_bytes, in_ms, write_json
+from splash_jax.progress import progress_report
 
 if TYPE_CHECKING:
     from splash_jax.preflight import Report
@@ -58,7 +58,7 @@ def preflight(
     if plot is not None and len(chosen) == 1:
         raise typer.BadParameter("draws switches; name two layouts or more.", param_hint="--plot")
     began = perf_counter()
-    with startup_bars() as progress:
+    with progress_report() as progress:
         facts = compile_case(case, progress)
     report = make_report(case, facts, perf_counter() - began)
     if str(json) != "-":

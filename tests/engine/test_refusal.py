@@ -453,3 +453,26 @@ def test_more_logprobs_than_a_small_vocabulary_has(tmp_path: Path) -> None:
     for values in output.outputs[0].logprobs or ():
         assert set(values) == set(range(11))
         assert sum(np.exp(value.logprob) for value in values.values()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensor_parallel_size", "there is no setting 'tensor_parallel_size'; here that is num_devices, the ranks"),
+        ("max_num_seq", r"there is no setting 'max_num_seq'; did you mean max_num_seqs\?"),
+        ("zzz", "there is no setting 'zzz'; there are model, num_devices"),
+    ],
+)
+def test_a_setting_that_there_is_not(small: Path, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(small, **{name: 1})
+
+
+def test_progress_is_told_unless_nobody_wants_it(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    make_llm(small, num_devices=1, layouts=("tp",), progress=lambda what, done, total: seen.append((what, done, total)))
+    assert seen[-1][0] == "loading weights" and seen[-1][1] == seen[-1][2]
+    make_llm(small, num_devices=1, layouts=("tp",), progress=False)
+    assert capfd.readouterr().err == ""
+    make_llm(small, num_devices=1, layouts=("tp",))
+    assert re.fullmatch(r"loading weights \.\.\.\nloading weights: done after \d+ s\n", capfd.readouterr().err)

@@ -18,6 +18,7 @@ from splash_jax.cli.values import (
     in_bytes,
     mesh_and_ranks,
     model_path,
+    print_table,
     token_counts,
     write_json,
 )
@@ -222,9 +223,10 @@ def _print(
         if isinstance(made, str) and src not in refused and dst not in refused
     }
     console.print(f"{title}\n", soft_wrap=True)
-    console.print(_layout_table(layouts))
+    print_table(console, _layout_table(layouts))
     if plans:
-        console.print(_switch_table(f"Switches with {len(counts)} requests of {sum(counts):,} tokens live", plans))
+        live = f"{len(counts)} requests of {sum(counts):,} tokens live"
+        print_table(console, _switch_table(f"Switches with {live}", plans))
         console.print(
             "Pages: in use on the fullest rank / on every rank. Received: by the busiest rank.", soft_wrap=True
         )

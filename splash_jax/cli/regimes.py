@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splash_jax.cli.plots import BANDS
-from splash_jax.cli.values import in_bytes, in_ms
+from splash_jax.cli.values import in_bytes, in_ms, print_table
 
 if TYPE_CHECKING:
     from splash_jax.cost import Capacity, StepModel, SwitchModel
@@ -26,6 +26,7 @@ CONTEXTS = (*(1024 * 2**i for i in range(14)), TEN_MILLION)  # 1K to 8M, and ten
 BATCHES = tuple(2**i for i in range(11))
 SWITCHED = (16_384, 131_072, 1_048_576, TEN_MILLION)
 ROWS = (1, 512)  # of each request in a step: decode, and a chunk of a prompt
+ONE_LINE = 112  # columns that the cells of what a switch adds need; with fewer they have two lines
 ROWS_TOLD = f"steps of one row of each request (decode), and of {ROWS[1]} (chunks of prompts)"
 
 
@@ -148,8 +149,9 @@ def print_outlook(console: Console, found: Outlook) -> None:
         f"{found.model} on {count} x {found.hardware}, {found.dtype}, {in_bytes(found.budget)} per rank in all\n",
         soft_wrap=True,
     )
-    for table in (_room(found), *_maps(found), _walls(found), _even(found), _costs(found)):
-        console.print(table)
+    apart = " / " if console.width >= ONE_LINE else "\n"
+    for table in (_room(found), *_maps(found), _walls(found), _even(found), _costs(found, apart)):
+        print_table(console, table)
     exchanging, _ = found.pair
     console.print(
         f"Maps: {ROWS_TOLD}; + where the second best takes 10 % longer.\n"
@@ -256,12 +258,12 @@ def _even(found: Outlook) -> Table:
     return table
 
 
-def _costs(found: Outlook) -> Table:
+def _costs(found: Outlook, apart: str) -> Table:
     table = _table("What a switch adds", ("switch", *map(tokens, SWITCHED)))
     for (src, dst), quotes in found.costs.items():
         cells = []
         for context, quote in zip(SWITCHED, quotes, strict=True):
-            told = f"{in_ms(quote.exposed)} / {in_ms(quote.spread.exposed_total)} in {quote.spread.steps}"
+            told = f"{in_ms(quote.exposed)}{apart}{in_ms(quote.spread.exposed_total)} in {quote.spread.steps}"
             cells.append(("0" if quote.exposed == 0 else told) + (" " if fits_both(found, src, dst, context) else "x"))
         table.add_row(f"{src} -> {dst}", *cells)
     return table

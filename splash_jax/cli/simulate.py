@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from splash_jax.cli.values import check_targets
+from splash_jax.cli.values import check_targets, print_table
 
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Row, Traffic
@@ -71,11 +71,10 @@ def simulate(
     chosen = _ways(ways, [way.name for way in ways_of(deployment)])
     selected = [way for way in ways_of(deployment) if way.name in chosen]
     rows, outcomes = compare(deployment, load, selected, groups=groups, workers=workers)
-    console = Console(highlight=False, width=max(console.width, 112))
-    where = f"{groups} x {num_devices} ranks"
     clock = f"{hardware} by the cost model" if table is None else f"{table.name}, decode steps of {decode_step} s"
-    console.print(f"{model} on {where}: {len(load):,} requests of {traffic}; clock: {clock}\n", soft_wrap=True)
-    console.print(_table(rows))
+    title = f"{model} on {groups} x {num_devices} ranks: {len(load):,} requests of {traffic}; clock: {clock}"
+    console.print(f"{title}\n", soft_wrap=True)
+    print_table(console, _table(rows))
     if groups == 1:
         console.print("hindsight: the least time for the loads that the last way met; it is no run.", soft_wrap=True)
     if out is not None:
@@ -85,7 +84,7 @@ def simulate(
     if plot is not None:
         from splash_jax.cli.simulate_plot import draw
 
-        draw(deployment, rows, outcomes, plot)
+        draw(deployment, rows, outcomes, plot, title)
 
 
 def _ways(asked: str | None, there: list[str]) -> list[str]:

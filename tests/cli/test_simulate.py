@@ -26,6 +26,7 @@ def test_a_trace_by_the_cost_model_with_all_its_files(tmp_path):
         "--log", str(log),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
+    assert "…" not in done.output
     assert "12 requests of azure" in done.output and "by the cost model" in done.output
     with out.open() as lines:
         rows = list(csv.DictReader(lines))

@@ -1,7 +1,7 @@
 """The picture of `splash plan --hardware`: regimes, step times with capacity limits, and what switches add."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def _switches(axes: "Axes", found: Outlook) -> None:
     """A direction of each kind of move, by colour; how it is done, by the dashes of its line."""
     from matplotlib.lines import Line2D
 
-    ways = (
+    ways: tuple[tuple[Literal["-", "--", ":"], str], ...] = (
         ("-", "in one decode step"), ("--", f"in one step with {ROWS[1]} prompt rows of each request"),
         (":", "spread over decode steps, all together"),
     )  # fmt: skip

@@ -58,7 +58,7 @@ def look_ahead(
     fraction: float, budget: int | None,
 ) -> Outlook:  # fmt: skip
     """Price everything. Raises ConfigError for a model that cannot be served, and for one that fits in no layout."""
-    from splash_jax.cost import ServedModel, StepModel, SwitchModel, capacity, load_hardware
+    from splash_jax.cost import ServedModel, StepModel, SwitchModel, load_hardware
     from splash_jax.cost.regimes import break_even, regime_map, switch_costs, wall_order
     from splash_jax.cost.served import FLOAT8
     from splash_jax.errors import ConfigError
@@ -78,12 +78,11 @@ def look_ahead(
     capacities, refused = {}, {}
     for layout in layouts:
         try:
-            capacities[layout] = capacity(state, layout, page_size=page_size, budget=room)
+            capacities[layout] = room_in(state, layout, page_size=page_size, budget=room, dtype=dtype)
         except ConfigError as error:
             refused[str(layout)] = str(error)
     if not capacities:
-        smaller = "" if dtype == FLOAT8 else " --dtype float8 has smaller weights."
-        raise ConfigError(f"{next(iter(refused.values()))}{smaller}")
+        raise ConfigError(next(iter(refused.values())))
     steps = StepModel(served, layouts, chip)
     switches = SwitchModel(steps)
     context = 131_072
@@ -97,7 +96,9 @@ def look_ahead(
     pair = _exchange_pair(mesh)
     steps_of_pair = StepModel(steps.model, pair, chip)
     room_of_pair = {
-        one: capacity(state, one, page_size=page_size, budget=room) for one in pair if str(one) not in refused
+        one: room_in(state, one, page_size=page_size, budget=room, dtype=dtype)
+        for one in pair
+        if str(one) not in refused
     }
     return Outlook(
         model=model, hardware=chip.name, dtype=FLOAT8 if dtype == FLOAT8 else stored,
@@ -108,6 +109,19 @@ def look_ahead(
         costs=switch_costs(switches, batch, SWITCHED),
         costs_beside_prompts=switch_costs(switches, batch, SWITCHED, ROWS[1]),
     )  # fmt: skip
+
+
+def room_in(state: "StateBytes", layout: "Layout", *, page_size: int, budget: int, dtype: str) -> "Capacity":
+    """What `budget` bytes per rank hold. Raises ConfigError where not a page fits, with the dtype that may."""
+    from splash_jax.cost import capacity
+    from splash_jax.cost.served import FLOAT8
+    from splash_jax.errors import ConfigError
+
+    try:
+        return capacity(state, layout, page_size=page_size, budget=budget)
+    except ConfigError as error:
+        smaller = "" if dtype == FLOAT8 else f" --dtype {FLOAT8} has smaller weights."
+        raise ConfigError(f"{error}{smaller}") from None
 
 
 def _model(name: str, ranks: int) -> Any:

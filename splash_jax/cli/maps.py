@@ -1,10 +1,11 @@
 """The picture of `splash plan --hardware`: regimes, step times with capacity limits, and what switches add."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from splash_jax.cli.plots import LINES
 from splash_jax.cli.regimes import ROWS, SWITCHED, Outlook, tokens
 
 if TYPE_CHECKING:
@@ -12,8 +13,6 @@ if TYPE_CHECKING:
 
     from splash_jax.cost.regimes import RegimeMap
     from splash_jax.ownership import Layout
-
-LINES = {"tp": "#0077BB", "dp": "#CC8800", "cp": "#CC3377", "dop": "#117733", "dcp": "#774499", "rep": "#777777"}
 
 
 def draw_outlook(found: Outlook, path: Path) -> None:
@@ -68,7 +67,7 @@ def _regimes(axes: "Axes", made: "RegimeMap", what: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     used = [k for k in range(len(names)) if (fastest == k).any()]
     patches = [Patch(color=to_rgba(LINES.get(names[k], "#999999"), 0.55), label=names[k]) for k in used]
-    axes.legend(handles=[*patches, *lines], fontsize=9, loc="upper right")
+    axes.legend(handles=[*patches, *lines], fontsize=9, loc="upper right", handlelength=4)
 
 
 def _times(axes: "Axes", found: Outlook) -> None:
@@ -97,39 +96,37 @@ def _times(axes: "Axes", found: Outlook) -> None:
     axes.set_ylabel("milliseconds of a decode step")
     axes.grid(alpha=0.25)
     axes.set_title(f"{found.batch} requests; x: memory is full, dotted: beyond it", loc="left", fontsize=11)
-    axes.legend(fontsize=9)
+    axes.legend(fontsize=9, handlelength=4)
 
 
 def _switches(axes: "Axes", found: Outlook) -> None:
-    """A direction of each kind of move: in one decode step, in one with prompts, and spread over decode steps."""
+    """A direction of each kind of move, by colour; how it is done, by the dashes of its line."""
+    from matplotlib.lines import Line2D
+
+    ways: tuple[tuple[Literal["-", "--", ":"], str], ...] = (
+        ("-", "in one decode step"), ("--", f"in one step with {ROWS[1]} prompt rows of each request"),
+        (":", "spread over decode steps, all together"),
+    )  # fmt: skip
+    styles = [Line2D([], [], color="#222222", linestyle=style, linewidth=2, label=how) for style, how in ways]
+    moves = []
     for i, ((src, dst), what) in enumerate(_kinds(found).items()):
         hue = ("#0077BB", "#CC3377", "#117733", "#CC8800")[i % 4]
-        lines = (
-            ([q.exposed for q in found.costs[src, dst]], "-", "one decode step"),
-            (
-                [q.exposed for q in found.costs_beside_prompts[src, dst]],
-                "--",
-                f"one step with {ROWS[1]} prompt rows each",
-            ),
-            ([q.spread.exposed_total for q in found.costs[src, dst]], ":", "spread over decode steps"),
-        )
-        for values, style, how in lines:
-            label = f"{src} -> {dst} ({what}), {how}" if i == 0 or style == "-" else None
-            axes.plot(
-                SWITCHED, 1e3 * np.array(values), style, color=hue, marker="o", markersize=4, linewidth=2, label=label
-            )
+        moves.append(Line2D([], [], color=hue, marker="o", linewidth=2, label=f"{src} -> {dst}: {what}"))
+        spread = [q.spread.exposed_total for q in found.costs[src, dst]]
+        alone, beside = ([q.exposed for q in costs[src, dst]] for costs in (found.costs, found.costs_beside_prompts))
+        for values, (style, _) in zip((alone, beside, spread), ways, strict=True):
+            axes.plot(SWITCHED, 1e3 * np.array(values), style, color=hue, marker="o", markersize=4, linewidth=2)
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=0.1)
-    axes.set_ylim(
-        0, 1e3 * max(q.exposed for quotes in found.costs.values() for q in quotes) * 1e3
-    )  # room for the legend
+    most = 1e3 * max(q.exposed for quotes in found.costs.values() for q in quotes)
+    axes.set_ylim(-0.015, max(most, 1) * 1e3)  # room for the legend; what adds nothing is a line at 0
     axes.set_xticks(SWITCHED, [tokens(n) for n in SWITCHED])
     axes.minorticks_off()
     axes.set_xlabel("context of each request")
     axes.set_ylabel("milliseconds that a switch adds")
     axes.grid(alpha=0.25)
-    axes.set_title(f"What a switch adds, {found.batch} requests, by what it moves", loc="left", fontsize=11)
-    axes.legend(fontsize=9, loc="upper left")
+    axes.set_title(f"What a switch adds, {found.batch} requests, by what it moves and how", loc="left", fontsize=11)
+    axes.legend(handles=[*moves, *styles], fontsize=9, loc="upper left", handlelength=4)
 
 
 def _kinds(found: Outlook) -> "dict[tuple[Layout, Layout], str]":

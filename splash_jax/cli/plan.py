@@ -18,6 +18,7 @@ from splash_jax.cli.values import (
     in_bytes,
     mesh_and_ranks,
     model_path,
+    print_table,
     token_counts,
     write_json,
 )
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from splash_jax.engine import Blueprint, EngineConfig
+    from splash_jax.models.config import ModelConfig
     from splash_jax.ownership import Manifest, SwitchPlan
 
 REFUSED = "refused *"  # the reason stands below the tables
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory (config.json is enough), or `small`.")],
+    model: Annotated[str, typer.Argument(help="A folder with a config.json, a name in configs/models, or `small`.")],
     num_devices: Annotated[
         int | None, Option("--num-devices", "-T", min=1, help="Ranks of the attention mesh; default: --mesh's.")
     ] = None,
@@ -58,7 +60,7 @@ def plan(
     """Show the bytes of every layout and the plan of every switch between them.
 
     With --hardware, also what they cost there: the regime map over contexts and batches, walls, and every switch in one
-    step and spread over several. MODEL may then be a name in configs/models too.
+    step and spread over several.
     """
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
@@ -81,13 +83,14 @@ def plan(
         return
     prepare_process(ranks)
     from splash_jax.engine import EngineConfig
+    from splash_jax.preflight.case import read_model
 
     config = EngineConfig(
         model=model_path(model), num_devices=ranks, mesh=axes, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         block_size=block_size, device_memory_bytes=budget, dtype=dtype,
     )  # fmt: skip
     config = replace(config, layouts=_layouts(config, layouts, src, dst))
-    drawn = _draw_up_each(config)
+    drawn = _draw_up_each(config, read_model(str(config.model)))
     example = next(b for b in drawn.values() if not isinstance(b, str))
     if counts and max(counts) > example.shapes.max_model_len:
         raise typer.BadParameter(
@@ -149,7 +152,7 @@ def _directions(config: "EngineConfig", src: str | None, dst: str | None) -> lis
     return [(a, b) for a, b in permutations(config.layouts, 2) if src in (None, a) and dst in (None, b)]
 
 
-def _draw_up_each(config: "EngineConfig") -> "dict[str, Blueprint | str]":
+def _draw_up_each(config: "EngineConfig", model: "ModelConfig") -> "dict[str, Blueprint | str]":
     """Every layout by itself, so that one that does not fit does not hide the rest. Raises when none fits."""
     from splash_jax.engine import draw_up
     from splash_jax.errors import ConfigError, LayoutError
@@ -158,7 +161,7 @@ def _draw_up_each(config: "EngineConfig") -> "dict[str, Blueprint | str]":
     refusal: Exception | None = None
     for name in config.layouts:
         try:
-            drawn[name] = draw_up(replace(config, layout=name, layouts=(name,)))
+            drawn[name] = draw_up(replace(config, layout=name, layouts=(name,)), model=model)
         except (ConfigError, LayoutError) as error:
             drawn[name], refusal = str(error), error
     if refusal is not None and all(isinstance(b, str) for b in drawn.values()):
@@ -222,9 +225,10 @@ def _print(
         if isinstance(made, str) and src not in refused and dst not in refused
     }
     console.print(f"{title}\n", soft_wrap=True)
-    console.print(_layout_table(layouts))
+    print_table(console, _layout_table(layouts))
     if plans:
-        console.print(_switch_table(f"Switches with {len(counts)} requests of {sum(counts):,} tokens live", plans))
+        live = f"{len(counts)} requests of {sum(counts):,} tokens live"
+        print_table(console, _switch_table(f"Switches with {live}", plans))
         console.print(
             "Pages: in use on the fullest rank / on every rank. Received: by the busiest rank.", soft_wrap=True
         )

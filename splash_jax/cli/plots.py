@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 # Paul Tol's "muted" colours: told apart by readers with any colour vision, and in print.
 OWNERS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255")
 SHARED = "#BBBBBB"
+# The hues of layouts in every picture: pale behind a run, full where they are lines and bars.
 BANDS = {
     "dp": "#FDF3DC", "dop": "#E3F1E6", "tp": "#E4ECF8", "cp": "#F8E6EC", "dcp": "#EFE3F3", "rep": "#E8E8E8",
 }  # fmt: skip
+LINES = {"tp": "#0077BB", "dp": "#CC8800", "cp": "#CC3377", "dop": "#117733", "dcp": "#774499", "rep": "#777777"}
 PROJECTIONS, ALLOCATED, USED = "#DDAA33", "#BFD7EA", "#004488"
 MIB = 2**20
 
@@ -121,10 +123,10 @@ def _names(axes: "Axes", records: "list[StepRecord]") -> None:
 
 
 def _switches(axes: "Axes", records: "list[StepRecord]") -> None:
-    """Beside each switch, what it did and the useful bytes that the busiest rank received."""
+    """Beside each switch, what it did and the useful bytes that the busiest rank receives, by the plan."""
     height = axes.get_ylim()[1]
     for i, record in enumerate(records):
         if record.switch is not None:
-            received = in_bytes(max(record.switch.bytes_per_rank()))
-            text = f"weights: {record.switch.weights.primitive}\nKV: {record.switch.kv.primitive}\nreceived: {received}"
+            planned = in_bytes(max(record.switch.bytes_per_rank()))
+            text = f"weights: {record.switch.weights.primitive}\nKV: {record.switch.kv.primitive}\nplanned: {planned}"
             axes.text(i + 1, height * 0.89, text, va="top", fontsize=9.5)

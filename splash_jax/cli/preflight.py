@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from splash_jax.cli.values import check_targets, in_bytes, in_ms, write_json
+from splash_jax.cli.values import check_targets, in_bytes, in_ms, print_table, write_json
 from splash_jax.progress import progress_report
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def print_report(console: Console, report: "Report") -> None:
         soft_wrap=True,
     )
     for table in (*_layouts(report), _collectives(report), *_switches(report)):
-        console.print(table)
+        print_table(console, table)
     for note in NOTES:
         console.print(f"  {note}", soft_wrap=True)
     for layout in report.layouts:

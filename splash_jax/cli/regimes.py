@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splash_jax.cli.plots import BANDS
-from splash_jax.cli.values import in_bytes, in_ms
+from splash_jax.cli.values import in_bytes, in_ms, print_table
 
 if TYPE_CHECKING:
     from splash_jax.cost import Capacity, StepModel, SwitchModel
@@ -26,6 +26,7 @@ CONTEXTS = (*(1024 * 2**i for i in range(14)), TEN_MILLION)  # 1K to 8M, and ten
 BATCHES = tuple(2**i for i in range(11))
 SWITCHED = (16_384, 131_072, 1_048_576, TEN_MILLION)
 ROWS = (1, 512)  # of each request in a step: decode, and a chunk of a prompt
+ONE_LINE = 112  # columns that the cells of what a switch adds need; with fewer they have two lines
 ROWS_TOLD = f"steps of one row of each request (decode), and of {ROWS[1]} (chunks of prompts)"
 
 
@@ -57,7 +58,7 @@ def look_ahead(
     fraction: float, budget: int | None,
 ) -> Outlook:  # fmt: skip
     """Price everything. Raises ConfigError for a model that cannot be served, and for one that fits in no layout."""
-    from splash_jax.cost import ServedModel, StepModel, SwitchModel, capacity, load_hardware
+    from splash_jax.cost import ServedModel, StepModel, SwitchModel, load_hardware
     from splash_jax.cost.regimes import break_even, regime_map, switch_costs, wall_order
     from splash_jax.cost.served import FLOAT8
     from splash_jax.errors import ConfigError
@@ -77,12 +78,11 @@ def look_ahead(
     capacities, refused = {}, {}
     for layout in layouts:
         try:
-            capacities[layout] = capacity(state, layout, page_size=page_size, budget=room)
+            capacities[layout] = room_in(state, layout, page_size=page_size, budget=room, dtype=dtype)
         except ConfigError as error:
             refused[str(layout)] = str(error)
     if not capacities:
-        smaller = "" if dtype == FLOAT8 else " --dtype float8 has smaller weights."
-        raise ConfigError(f"{next(iter(refused.values()))}{smaller}")
+        raise ConfigError(next(iter(refused.values())))
     steps = StepModel(served, layouts, chip)
     switches = SwitchModel(steps)
     context = 131_072
@@ -96,7 +96,9 @@ def look_ahead(
     pair = _exchange_pair(mesh)
     steps_of_pair = StepModel(steps.model, pair, chip)
     room_of_pair = {
-        one: capacity(state, one, page_size=page_size, budget=room) for one in pair if str(one) not in refused
+        one: room_in(state, one, page_size=page_size, budget=room, dtype=dtype)
+        for one in pair
+        if str(one) not in refused
     }
     return Outlook(
         model=model, hardware=chip.name, dtype=FLOAT8 if dtype == FLOAT8 else stored,
@@ -107,6 +109,19 @@ def look_ahead(
         costs=switch_costs(switches, batch, SWITCHED),
         costs_beside_prompts=switch_costs(switches, batch, SWITCHED, ROWS[1]),
     )  # fmt: skip
+
+
+def room_in(state: "StateBytes", layout: "Layout", *, page_size: int, budget: int, dtype: str) -> "Capacity":
+    """What `budget` bytes per rank hold. Raises ConfigError where not a page fits, with the dtype that may."""
+    from splash_jax.cost import capacity
+    from splash_jax.cost.served import FLOAT8
+    from splash_jax.errors import ConfigError
+
+    try:
+        return capacity(state, layout, page_size=page_size, budget=budget)
+    except ConfigError as error:
+        smaller = "" if dtype == FLOAT8 else f" --dtype {FLOAT8} has smaller weights."
+        raise ConfigError(f"{error}{smaller}") from None
 
 
 def _model(name: str, ranks: int) -> Any:
@@ -148,8 +163,9 @@ def print_outlook(console: Console, found: Outlook) -> None:
         f"{found.model} on {count} x {found.hardware}, {found.dtype}, {in_bytes(found.budget)} per rank in all\n",
         soft_wrap=True,
     )
-    for table in (_room(found), *_maps(found), _walls(found), _even(found), _costs(found)):
-        console.print(table)
+    apart = " / " if console.width >= ONE_LINE else "\n"
+    for table in (_room(found), *_maps(found), _walls(found), _even(found), _costs(found, apart)):
+        print_table(console, table)
     exchanging, _ = found.pair
     console.print(
         f"Maps: {ROWS_TOLD}; + where the second best takes 10 % longer.\n"
@@ -256,12 +272,12 @@ def _even(found: Outlook) -> Table:
     return table
 
 
-def _costs(found: Outlook) -> Table:
+def _costs(found: Outlook, apart: str) -> Table:
     table = _table("What a switch adds", ("switch", *map(tokens, SWITCHED)))
     for (src, dst), quotes in found.costs.items():
         cells = []
         for context, quote in zip(SWITCHED, quotes, strict=True):
-            told = f"{in_ms(quote.exposed)} / {in_ms(quote.spread.exposed_total)} in {quote.spread.steps}"
+            told = f"{in_ms(quote.exposed)}{apart}{in_ms(quote.spread.exposed_total)} in {quote.spread.steps}"
             cells.append(("0" if quote.exposed == 0 else told) + (" " if fits_both(found, src, dst, context) else "x"))
         table.add_row(f"{src} -> {dst}", *cells)
     return table

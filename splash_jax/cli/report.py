@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from splash_jax.cli.values import in_bytes
+from splash_jax.cli.values import in_bytes, print_table
 
 if TYPE_CHECKING:
     from splash_jax import LLM, RequestOutput
@@ -115,7 +115,9 @@ def print_decisions(console: Console, llm: "LLM", steps: int) -> None:
         return
     asked = list(pilot.decisions)[-steps:]
     names = [quote.layout for quote in asked[-1][0].quotes] if asked else []
-    table = Table("step", "switch", "running", "tokens", "why", *names, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "switch", "running", "tokens", "why", *names):
+        table.add_column(name, justify="left" if name in ("switch", "why") else "right")
     for snapshot, decision in asked:
         if isinstance(decision.action, Switch):
             seconds = [quote["seconds"] for quote in explain(snapshot, decision).values()]
@@ -126,7 +128,7 @@ def print_decisions(console: Console, llm: "LLM", steps: int) -> None:
             )  # fmt: skip
     console.print("\nWhat the policy decided, and the step it predicted for each layout at that moment\n")
     if table.row_count:
-        console.print(table)
+        print_table(console, table)
     else:
         console.print(f"  it stayed in {llm.layout}: nothing else was predicted to be worth a switch.")
     console.print(f"  by the profile of {pilot.hardware.name}, corrected by the steps measured so far.")
@@ -147,7 +149,7 @@ def print_switches(console: Console, costs: list[SwitchCost], place: str) -> Non
         sizes = in_bytes(c.planned_bytes), in_bytes(c.moved_bytes)
         table.add_row(str(c.step), f"{c.src} -> {c.dst}", str(c.requests), c.weights, c.kv, *sizes)
     console.print()
-    console.print(table)
+    print_table(console, table)
     for note in (
         "planned: useful bytes, by the plan. moved: with padding, read from the compiled program.",
         "discard: a rank already holds all it needs. keep: the projections stay as they are.",
@@ -164,7 +166,7 @@ def print_switches(console: Console, costs: list[SwitchCost], place: str) -> Non
             added = f"{(c.switch_step - c.same_bucket_step) * 1e3:+.0f} ms"
         table.add_row(str(c.step), f"{c.src} -> {c.dst}", f"{c.switch_step * 1e3:.0f} ms", usual, added)
     console.print()
-    console.print(table)
+    print_table(console, table)
     notes = (
         f"{place}.",
         "same-bucket step: median (fastest to slowest) of the destination's other steps of that shape, warm-up too.",

@@ -4,6 +4,7 @@ import csv
 import os
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from splash_jax.cli.values import check_targets
+from splash_jax.cli.values import byte_size, check_targets, print_table
 
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Row, Traffic
@@ -39,6 +40,9 @@ def simulate(
     prefill_tokens: Annotated[int, Option(min=1, help="Prompt tokens of a step.")] = 8192,
     block_size: Annotated[int, Option(min=1, help="Tokens per page.")] = 64,
     memory_fraction: Annotated[float, Option(min=0.001, max=1.0, help="Of a rank's memory, for everything.")] = 0.9,
+    device_memory_bytes: Annotated[
+        str | None, Option(metavar="SIZE", help="Per rank, e.g. 141G, instead of that fraction.")
+    ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float8.")] = "auto",
     every: Annotated[int, Option(min=1, help="Steps between two decisions, and between two prices.")] = 64,
     speed: Annotated[float, Option(help="Of a trace: 2 is twice as fast.")] = 1.0,
@@ -51,12 +55,13 @@ def simulate(
     os.environ["JAX_PLATFORMS"] = "cpu"
     if groups > 1 and (plot is not None or log is not None):
         raise typer.BadParameter("a fleet has no one run to draw or log; leave --groups at 1.", param_hint="--plot")
+    budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
     check_targets(csv=out, plot=plot, log=log)
     from splash_jax.simulate import compare, ways_of
 
     deployment = _deployment(
-        model, hardware, num_devices, layouts, max_num_seqs, prefill_tokens, block_size, memory_fraction, dtype, every,
-        table, decode_step, switch_seconds,
+        model, hardware, num_devices, layouts, max_num_seqs, prefill_tokens, block_size, memory_fraction, budget, dtype,
+        every, table, decode_step, switch_seconds,
     )  # fmt: skip
     load = _traffic(traffic, requests, seed, speed)
     longest = int((load.prompt + load.output).max())
@@ -70,12 +75,17 @@ def simulate(
         load = load.shortened(deployment.longest)
     chosen = _ways(ways, [way.name for way in ways_of(deployment)])
     selected = [way for way in ways_of(deployment) if way.name in chosen]
-    rows, outcomes = compare(deployment, load, selected, groups=groups, workers=workers)
-    console = Console(highlight=False, width=max(console.width, 112))
-    where = f"{groups} x {num_devices} ranks"
+    began = perf_counter()
+
+    def tell(row: "Row") -> None:
+        message = f"{row.way}: {row.seconds:,.1f} s of traffic served, {perf_counter() - began:,.1f} s after the start"
+        typer.echo(message, err=True)
+
+    rows, outcomes = compare(deployment, load, selected, groups=groups, workers=workers, done=tell)
     clock = f"{hardware} by the cost model" if table is None else f"{table.name}, decode steps of {decode_step} s"
-    console.print(f"{model} on {where}: {len(load):,} requests of {traffic}; clock: {clock}\n", soft_wrap=True)
-    console.print(_table(rows))
+    title = f"{model} on {groups} x {num_devices} ranks: {len(load):,} requests of {traffic}; clock: {clock}"
+    console.print(f"{title}\n", soft_wrap=True)
+    print_table(console, _table(rows))
     if groups == 1:
         console.print("hindsight: the least time for the loads that the last way met; it is no run.", soft_wrap=True)
     if out is not None:
@@ -85,7 +95,7 @@ def simulate(
     if plot is not None:
         from splash_jax.cli.simulate_plot import draw
 
-        draw(deployment, rows, outcomes, plot)
+        draw(deployment, rows, outcomes, plot, title)
 
 
 def _ways(asked: str | None, there: list[str]) -> list[str]:
@@ -124,9 +134,11 @@ def _traffic(name: str, requests: int, seed: int, speed: float) -> "Traffic":
 
 def _deployment(
     model: str, hardware: str, num_devices: int, layouts: str, slots: int, prefill_tokens: int, block_size: int,
-    memory_fraction: float, dtype: str, every: int, table: Path | None, decode_step: float, switch_seconds: float,
+    memory_fraction: float, budget: int | None, dtype: str, every: int, table: Path | None, decode_step: float,
+    switch_seconds: float,
 ) -> "Deployment":  # fmt: skip
-    from splash_jax.cost import ServedModel, StepModel, capacity, load_hardware
+    from splash_jax.cli.regimes import room_in
+    from splash_jax.cost import ServedModel, StepModel, load_hardware
     from splash_jax.cost.served import FLOAT8
     from splash_jax.layouts import make_layout
     from splash_jax.layouts.specs import check_heads
@@ -143,8 +155,9 @@ def _deployment(
     served = ServedModel.of(cfg, cfg.dtype if dtype == "auto" else dtype)
     stored = "float8_e4m3fn" if dtype == FLOAT8 else cfg.dtype if dtype == "auto" else dtype
     kv = KVShape(page_size=block_size, interleave=block_size, bytes_per_token=served.kv_bytes_per_token)
-    state, budget = state_bytes(cfg, stored, num_devices, kv), int(chip.hbm_bytes * memory_fraction)
-    pages = {one: capacity(state, one, page_size=block_size, budget=budget).pages for one in made}
+    state = state_bytes(cfg, stored, num_devices, kv)
+    room = int(chip.hbm_bytes * memory_fraction) if budget is None else budget
+    pages = {one: room_in(state, one, page_size=block_size, budget=room, dtype=dtype).pages for one in made}
     buckets = buckets_of(made, slots, prefill_tokens, 64)
     if table is None:
         costs = ModelCosts(StepModel(served, made, chip))

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 import splash_jax
 
@@ -87,6 +90,22 @@ def in_ms(seconds: float) -> str:
         return f"{seconds:,.1f} s" if seconds < 999.5 else f"{seconds:,.0f} s"
     milliseconds = 1e3 * seconds
     return f"{milliseconds:,.0f} ms" if milliseconds >= 999.5 else f"{milliseconds:.3g} ms"
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table whose numbers, the columns to the right, are never shortened or broken; other words may wrap.
+
+    What then is wider than the console is printed all the same: files and pipes have no edge.
+    """
+    free = console.options.update(width=10**6)
+    for column in table.columns:
+        cells = [Measurement.get(console, free, cell) for cell in column.cells]
+        widths = [cell.maximum if column.justify == "right" else cell.minimum for cell in cells]
+        column.min_width = max(Measurement.get(console, free, column.header).minimum, *widths, 0)
+    least = Measurement.get(console, free, table).minimum
+    if least > console.width:
+        table.width = least
+    console.print(table, crop=False)
 
 
 def check_targets(**targets: Path | None) -> None:

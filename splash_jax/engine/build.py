@@ -121,9 +121,12 @@ class Blueprint:
                 yield from spread_programs(route, self.config.spread_parts, list(dict.fromkeys(kinds)), pairs)
 
 
-def draw_up(config: EngineConfig, free_bytes: int | None = None) -> Blueprint:
-    """Check settings against the model's config and derive all sizes. Raises the errors a user can meet."""
-    model = read_model_config(config.model)
+def draw_up(config: EngineConfig, free_bytes: int | None = None, model: ModelConfig | None = None) -> Blueprint:
+    """Check settings against the model's config and derive all sizes. Raises the errors a user can meet.
+
+    `model` is the model's config when the caller has it; otherwise it is read from the checkpoint directory.
+    """
+    model = read_model_config(config.model) if model is None else model
     layouts = {str(layout): layout for layout in map(config.layout_of, config.layouts)}
     for layout in layouts.values():
         check_heads(layout, model.num_heads)

@@ -51,10 +51,15 @@ def pages_that_fit(state: StateBytes, layout: Layout, *, page_size: int, budget:
     if pages < 1:
         short = fixed + page * (state.num_layers + IN_TRANSIT) - budget
         raise ConfigError(
-            f"layout {layout} does not fit: {budget} bytes per rank lack {short} bytes for one page of {page_size} "
-            f"tokens beside {fixed} bytes of weights, transit and reserve. Raise device_memory_bytes or num_devices."
+            f"layout {layout} does not fit: {_told(budget)} per rank lack {_told(short)} for one page of {page_size} "
+            f"tokens beside {_told(fixed)} of weights, transit and reserve. Raise device_memory_bytes or num_devices."
         )
     return pages
+
+
+def _told(count: int) -> str:
+    """A number of bytes in a message: exact up to seven digits."""
+    return f"{count} bytes" if count < 10**7 else f"{count / 2**30:,.2f} GiB"
 
 
 def footprint(state: StateBytes, layout: Layout, *, pages: int, page_size: int) -> Footprint:

@@ -15,6 +15,8 @@ from splash_jax.errors import TargetError
 from splash_jax.layouts import attention_mesh
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+# no GPU and no CUDA needed
+EXTRA = "pip install 'splash-jax[preflight]' (in a clone: pip install -e '.[preflight]'), which brings ptxas too"
 NEWER_FIELDS = ("collective_memory_granularity",)  # that JAX before 0.11 cannot read
 # JAX before 0.11 cannot read it either, and with it JAX 0.12 compiles some sorts only where a GPU is.
 NEVER = ("cub_version",)
@@ -44,7 +46,7 @@ def target_mesh(target: Path, sizes: dict[str, int]) -> Mesh:
 def check_compiler() -> None:
     """Raise TargetError, with what to install, unless XLA's GPU compiler is here in JAX's own release."""
     wanted = " ".join(f"{name}=={jax.__version__}" for name in PACKAGES)
-    how = f"Install it with: pip install --no-deps {wanted} (no GPU and no CUDA needed, but a ptxas)."
+    how = f"Install it with: {EXTRA}. Or alone: pip install --no-deps {wanted} (with a ptxas on PATH)."
     have = {}
     for name in PACKAGES:
         try:
@@ -52,7 +54,10 @@ def check_compiler() -> None:
         except importlib.metadata.PackageNotFoundError:
             raise TargetError(f"XLA's GPU compiler is not installed: {name} is missing. {how}") from None
     if other := {name: version for name, version in have.items() if version != jax.__version__}:
-        raise TargetError(f"XLA's GPU compiler is of another release than JAX {jax.__version__}: {other}. {how}")
+        raise TargetError(
+            f"XLA's GPU compiler is of another release than JAX {jax.__version__}: {other}. "
+            f"Install that of this release: pip install --no-deps {wanted}."
+        )
 
 
 @contextmanager
@@ -65,7 +70,7 @@ def clear_compile_errors() -> Iterator[None]:
             raise
         raise TargetError(
             f"XLA finds no ptxas that it can use: {_first_line(error)}. Put one on PATH: the CUDA toolkit has it "
-            "(13.0 or newer), and so has the pip package nvidia-cuda-nvcc."
+            f"(13.0 or newer). Or install it with: {EXTRA}."
         ) from error
 
 

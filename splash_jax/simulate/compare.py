@@ -1,8 +1,9 @@
 """Ways to choose a layout, side by side on the same traffic: fixed, by thresholds, by a margin, by the policy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from multiprocessing import get_context
 
 import numpy as np
@@ -94,23 +95,28 @@ def run_one(deployment: Deployment, way: Way, traffic: Traffic, *, keep: bool = 
 
 
 def compare(
-    deployment: Deployment, traffic: Traffic, ways: Sequence[Way], *, groups: int = 1, workers: int = 1
+    deployment: Deployment,
+    traffic: Traffic,
+    ways: Sequence[Way],
+    *,
+    groups: int = 1,
+    workers: int = 1,
+    done: Callable[[Row], None] = lambda row: None,
 ) -> tuple[list[Row], Mapping[str, Outcome]]:
     """Every way on the traffic, spread over `groups` groups alike; and, with one group, what each run did.
 
-    With one group a last row is the optimum in hindsight: the least time for the loads that the last way met.
+    With one group a last row is the optimum in hindsight: the least time for the loads that the last way met. `done` is
+    told of every other row as soon as that way and those before it have ended.
     """
     if groups < 1 or workers < 1:
         raise ConfigError(f"groups ({groups}) and workers ({workers}) must be at least 1.")
     parts = [traffic.part(i, groups) for i in range(groups)]
     jobs = [(deployment, way, part, groups == 1) for way in ways for part in parts if len(part)]
     if workers == 1:
-        found = [_job(job) for job in jobs]
+        rows, found = _gather(ways, map(_job, jobs), len(jobs), done)
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(_job, jobs, chunksize=1))
-    each = len(jobs) // max(1, len(ways))
-    rows = [_row(way.name, found[i * each : (i + 1) * each]) for i, way in enumerate(ways)]
+            rows, found = _gather(ways, pool.map(_job, jobs, chunksize=1), len(jobs), done)
     if groups > 1 or not ways:
         return rows, {}
     outcomes = {way.name: outcome for way, outcome in zip(ways, found, strict=True)}
@@ -126,6 +132,19 @@ def compare(
         )
     )  # fmt: skip
     return rows, outcomes
+
+
+def _gather(
+    ways: Sequence[Way], outcomes: Iterable[Outcome], count: int, done: Callable[[Row], None]
+) -> tuple[list[Row], list[Outcome]]:  # fmt: skip
+    """Every way's row, told as its last outcome comes, and all `count` outcomes: in order, as many of each way."""
+    coming, rows, found = iter(outcomes), [], []
+    for way in ways:
+        its = list(islice(coming, count // len(ways)))
+        rows.append(_row(way.name, its))
+        done(rows[-1])
+        found += its
+    return rows, found
 
 
 def _job(job: tuple[Deployment, Way, Traffic, bool]) -> Outcome:

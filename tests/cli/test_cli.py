@@ -92,7 +92,10 @@ def test_usage_errors_say_what_to_write(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "nowhere", "-T", "2"], "nowhere/config.json: cannot be read"),
+        (
+            ["plan", "nowhere", "-T", "2"],
+            "no model 'nowhere': neither a folder with a config.json nor one of deep",
+        ),
         (["generate", "nowhere", "--prompt", "a"], "nowhere/config.json: cannot be read"),
         (["plan", "small", "-T", "3"], "8 attention heads cannot be split over 3 devices"),
         (["plan", "small", "-T", "2", "--dtype", "int4"], "dtype must be auto, float32 or bfloat16, got 'int4'."),
@@ -151,6 +154,17 @@ def test_plan_shows_every_layout_and_direction(capsys):
     # 3 pages of 16 hold 40 tokens and 7 hold 100; tp has all of them on every rank, an owner at most 7.
     (row,) = [line for line in lines if line.startswith("tp -> dop")]
     assert row == "tp -> dop keep discard 0 B 10 / 291 7 / 291"
+
+
+def test_plan_of_a_model_known_by_name(capsys):
+    """DeepSeek-V3.2 in bfloat16: 61 layers of 576 numbers per token, of which a rank has an eighth in dp."""
+    arguments = ["plan", "deepseek-v3.2", "-T", "8", "--src", "tp", "--dst", "dp", "--json", "-"]
+    assert ends([*arguments, "--device-memory-bytes", "250G"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layouts"]["dp"]["kv_per_token"] == 61 * 576 * 2 / 8
+    assert told["switches"][0]["weights"]["primitive"] == "all_gather"
+    assert ends([*arguments, "--device-memory-bytes", "100G"]) == 1
+    assert re.search(r"100\.00 GiB per rank lack \d+\.\d\d GiB for one page", capsys.readouterr().err)
 
 
 def test_plan_shows_which_layouts_exist(capsys):

@@ -1,6 +1,7 @@
 """`splash plan --hardware`: what it prints, writes and draws, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
@@ -17,7 +18,7 @@ def ends(arguments: list[str]) -> int | str | None:
 
 
 def test_a_plan_on_hardware_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "170")
+    monkeypatch.setenv("COLUMNS", "80")
     out, png = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["plan", "glm-5.3", "--hardware", "b200", "-T", "8", "--dtype", "float8", "--block-size", "64"]
     assert not ends([*arguments, "--json", str(out), "--plot", str(png)])
@@ -25,6 +26,8 @@ def test_a_plan_on_hardware_prints_writes_and_draws(tmp_path, capsys, monkeypatc
     titles = ("What a rank holds", "Fastest layout that fits", "Walls", "outweighs the memory", "What a switch adds")
     for words in (*titles, "1,048,576 tokens are more than the model was made for", "dop -> cp"):
         assert words in text, words
+    assert "…" not in text
+    assert re.search(r"\bdp +10\.8 GiB +86\.6 GiB +6\.25 KiB +\d+,\d{3} +\d+,\d{3},\d{3} ", text)
     assert png.read_bytes()[:4] == b"\x89PNG"
     told = json.loads(out.read_text())
     assert set(told["layouts"]) == {"tp", "dp", "cp", "dop", "dcp", "rep"} and told["refused"] == {}

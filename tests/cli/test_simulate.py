@@ -1,6 +1,7 @@
 """`splash simulate`: its table, its files, its picture, and its refusals."""
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splash_jax.cli.main import app
+from splash_jax.errors import ConfigError
 from splash_jax.scheduler import replay
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,6 +28,7 @@ def test_a_trace_by_the_cost_model_with_all_its_files(tmp_path):
         "--log", str(log),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
+    assert "…" not in done.output
     assert "12 requests of azure" in done.output and "by the cost model" in done.output
     with out.open() as lines:
         rows = list(csv.DictReader(lines))
@@ -37,6 +40,27 @@ def test_a_trace_by_the_cost_model_with_all_its_files(tmp_path):
     picture = imread(plot)
     assert picture.shape[:2] == (960, 1440)
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
+
+
+def test_what_does_not_fit_is_said_with_what_simulate_offers():
+    runner, large = CliRunner(), ["simulate", "deepseek-v3.2", "--requests", "2"]
+    done = runner.invoke(app, large)
+    assert isinstance(done.exception, ConfigError)
+    words = str(done.exception)
+    assert words.endswith("Raise device_memory_bytes or num_devices. --dtype float8 has smaller weights.")
+    assert re.search(r"160\.\d\d GiB per rank lack \d+\.\d\d GiB", words)
+    done = runner.invoke(app, [*large, "--dtype", "float8", "--device-memory-bytes", "50G"])
+    assert "50.00 GiB per rank lack" in str(done.exception) and "float8" not in str(done.exception)
+    roomy = ["--traffic", AZURE, "--ways", "tp", "--device-memory-bytes", "250G"]
+    assert runner.invoke(app, [*large, *roomy]).exit_code == 0
+
+
+def test_ways_are_told_on_stderr_as_they_end():
+    done = splash("--traffic", AZURE, "--requests", "4", "--ways", "tp,dp")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 and "s of traffic served" not in done.stdout
+    for name, line in zip(("tp", "dp"), lines, strict=True):
+        assert re.fullmatch(rf"{name}: [\d.,]+ s of traffic served, [\d.,]+ s after the start", line)
 
 
 def test_measured_tables_may_be_the_clock():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -96,6 +97,12 @@ def test_a_budget_is_filled_and_never_exceeded(T, role, page_size, reserve, spar
     assert footprint(STATE, layout, pages=pages + 1, page_size=page_size).total + reserve > budget
     with pytest.raises(ConfigError, match=rf"layout {role} does not fit: {least - 1} bytes per rank lack 1 bytes"):
         pages_that_fit(STATE, layout, page_size=page_size, budget=least - 1, reserve=reserve)
+
+
+def test_large_sizes_are_told_in_gib():
+    state = replace(STATE, common=5 * 2**30)
+    with pytest.raises(ConfigError, match=r"fit: 4\.00 GiB per rank lack 1\.00 GiB for .* beside 5\.00 GiB of weights"):
+        pages_that_fit(state, layouts(4)["tp"], page_size=1, budget=4 * 2**30, reserve=0)
 
 
 def test_a_footprint_leaves_room_for_one_layer_on_the_move():

@@ -18,18 +18,24 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(TargetError) as refusal:
         target.check_compiler()
-    wanted = f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
-    assert "jax-cuda13-plugin is missing" in str(refusal.value) and wanted in str(refusal.value)
+    extra = "pip install 'splash-jax[preflight]' (in a clone: pip install -e '.[preflight]'), which brings ptxas too"
+    alone = f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
+    assert "jax-cuda13-plugin is missing" in str(refusal.value) and f"{extra}. Or alone: {alone} (" in str(
+        refusal.value
+    )
 
 
 def test_a_compiler_of_another_release_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.2")
-    with pytest.raises(TargetError, match=r"of another release than JAX .*'jax-cuda13-plugin': '0\.1\.2'"):
+    with pytest.raises(TargetError, match=r"of another release than JAX .*'jax-cuda13-plugin': '0\.1\.2'.* --no-deps"):
         target.check_compiler()
 
 
 def test_a_missing_ptxas_says_where_to_get_one():
-    with pytest.raises(TargetError, match=r"no ptxas .* pip package nvidia-cuda-nvcc"), target.clear_compile_errors():
+    with (
+        pytest.raises(TargetError, match=r"no ptxas .* pip install 'splash-jax\[preflight\]'"),
+        target.clear_compile_errors(),
+    ):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: No PTX compilation provider is available.")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"), target.clear_compile_errors():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

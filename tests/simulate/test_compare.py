@@ -1,5 +1,6 @@
 """Ways side by side: clocks from tables and from the cost model, hindsight, and a fleet."""
 
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from splash_jax.cost import Load
 from splash_jax.errors import ConfigError
 from splash_jax.layouts import make_layout
 from splash_jax.scheduler import PolicyConfig
-from splash_jax.simulate import Group, TableCosts, TableScale, Way, compare, hindsight, traffic, ways_of
+from splash_jax.simulate import Group, Row, TableCosts, TableScale, Way, compare, hindsight, run_one, traffic, ways_of
 from splash_jax.simulate.surface import surface
 from tests.simulate.conftest import make_deployment
 
@@ -48,14 +49,30 @@ def test_hindsight_is_the_least_over_all_paths():
     assert hindsight(deployment, done)[0] == pytest.approx(best)
 
 
+def test_a_way_is_told_before_the_next_begins(monkeypatch):
+    deployment = make_deployment()
+    events: list[str] = []
+
+    def run_and_note(deployment, way, load, *, keep):
+        events.append(f"{way.name} begins")
+        return run_one(deployment, way, load, keep=keep)
+
+    monkeypatch.setattr(import_module("splash_jax.simulate.compare"), "run_one", run_and_note)
+    ways = [Way(name=name, start=name) for name in ("dp", "tp")]
+    rows, _ = compare(deployment, drain(), ways, done=lambda row: events.append(f"{row.way} told"))
+    assert events == ["dp begins", "dp told", "tp begins", "tp told"]
+    assert [row.way for row in rows] == ["dp", "tp", "hindsight"]
+
+
 @pytest.mark.slow  # starts processes
 def test_a_fleet_over_processes_does_what_its_groups_do_alone():
     deployment = make_deployment()
     ways = [Way(name="dp", start="dp"), Way(name="policy", start="tp", policy=PolicyConfig())]
     requests = traffic.agents(np.random.default_rng(0), 60, turns=3, rate=5.0).shortened(2000)
     alone, _ = compare(deployment, requests, ways, groups=3, workers=1)
-    spread, _ = compare(deployment, requests, ways, groups=3, workers=2)
-    assert alone == spread
+    told: list[Row] = []
+    spread, _ = compare(deployment, requests, ways, groups=3, workers=2, done=told.append)
+    assert alone == spread == told
     assert [row.way for row in alone] == ["dp", "policy"]
     assert alone[0].tokens == int((requests.prompt + requests.output).sum())
 

@@ -225,7 +225,7 @@ def _rope(f: _Fields) -> RopeConfig:
         raise ConfigError(f"{f.where}: rope_parameters and rope_scaling differ. Keep the one that is right.")
     key, scaling = next(iter(found.items()), ("rope_scaling", {}))
     r = _Fields({**scaling} if isinstance(scaling, dict) else {}, f"{f.where}: {key}")
-    if len({r.values[k] for k in ("rope_type", "type") if k in r.values}) == 2:
+    if r.values.get("rope_type", r.values.get("type")) != r.values.get("type", r.values.get("rope_type")):
         raise ConfigError(f"{r.where}: rope_type and type differ. Keep the one that is right.")
     kind = r.one_of("rope_type" if "rope_type" in r.values else "type", ("default", "yarn"), "default")
     for name, only in (("attention_factor", None), ("partial_rotary_factor", 1.0), ("truncate", True)):

@@ -241,6 +241,7 @@ def test_wrong_values_are_refused(key: str, value: object, words: str):
     [
         ({"type": "llama3"}, "rope_scaling: type is 'llama3'; supported: default, yarn"),
         ({"rope_type": "default"}, "rope_scaling: rope_type and type differ. Keep the one that is right"),
+        ({"type": ["yarn"]}, r"rope_scaling: type is \['yarn'\]; supported: default, yarn"),
         ({"factor": 0.5}, "the rope factor 0.5 is below 1"),
         ({"factor": "8"}, "rope_scaling: factor is '8', expected a finite number above 0"),
         ({"beta_fast": 1}, "beta_fast 1.0 is not above beta_slow 1.0"),

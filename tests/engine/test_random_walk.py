@@ -98,6 +98,7 @@ def hybrids(checkpoint: Path, mesh: str, layouts: tuple[str, ...] = HYBRIDS, **s
     return make_llm(checkpoint, num_devices=None, mesh=MESHES[mesh], layout=layouts[0], layouts=layouts, **settings)
 
 
+@pytest.mark.slow
 def test_a_walk_round_three_hybrids(dense: Path, dense_alone: LLM) -> None:
     """All six roles in three layouts."""
     layouts = ("node=dop,chip=cp", "node=tp,chip=dp", "node=dcp,chip=rep")

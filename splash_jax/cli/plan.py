@@ -226,6 +226,11 @@ def _print(
     }
     console.print(f"{title}\n", soft_wrap=True)
     print_table(console, _layout_table(layouts))
+    console.print(
+        "In transit: kept free for a layer on the move. KV: what that and the weights leave of --device-memory-bytes, or "
+        "of what an engine on CPU takes by default.\n",
+        soft_wrap=True,
+    )
     if plans:
         live = f"{len(counts)} requests of {sum(counts):,} tokens live"
         print_table(console, _switch_table(f"Switches with {live}", plans))

@@ -227,8 +227,8 @@ def _print(
     console.print(f"{title}\n", soft_wrap=True)
     print_table(console, _layout_table(layouts))
     console.print(
-        "In transit: kept free for a layer on the move. KV: what that and the weights leave of --device-memory-bytes, or "
-        "of what an engine on CPU takes by default.\n",
+        "In transit: kept free for a layer on the move. KV: what that and the weights leave of --device-memory-bytes, "
+        "or of what an engine on CPU takes by default.\n",
         soft_wrap=True,
     )
     if plans:

@@ -323,8 +323,8 @@ class LLM:
 
 VLLM_NAMES = {
     "tensor_parallel_size": "num_devices, the ranks of the attention mesh",
-    "data_parallel_size": "num_devices, and layout='dp'",
-    "decode_context_parallel_size": "num_devices, and layout='dcp'",
+    "data_parallel_size": "num_devices, with a role for them in layout",
+    "decode_context_parallel_size": "num_devices, with a role for them in layout",
     "gpu_memory_utilization": "device_memory_bytes; by default most of what is free",
     "swap_space": "nothing: histories are computed again",
     "enforce_eager": "compile_ahead=False",

@@ -64,5 +64,8 @@ def calibrate(
         "most.",
         soft_wrap=True,
     )
-    target.write_text(profile_toml(found), encoding="utf-8")
+    try:
+        target.write_text(profile_toml(found), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
     typer.echo(f"written to {target}")

@@ -154,8 +154,8 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None, model: ModelCon
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     state = replace(state, common=state.common + sampler_bytes(shapes))
-    measured = config.device_memory_bytes if free_bytes is None else free_bytes
-    budget = _default_budget(config, state, kv, longest) if measured is None else measured
+    told = free_bytes if config.device_memory_bytes is None else config.device_memory_bytes
+    budget = _default_budget(config, state, kv, longest) if told is None else told
     pages = {
         layout: pages_that_fit(state, layout, page_size=kv.page_size, budget=budget, reserve=config.reserve_bytes)
         for layout in layouts.values()

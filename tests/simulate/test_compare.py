@@ -31,8 +31,9 @@ def test_every_way_serves_the_same_tokens_and_hindsight_is_the_least():
     ]  # fmt: skip
     assert len({row.tokens for row in rows}) == 1
     took = {row.way: row.seconds for row in rows}
-    # hindsight is of the policy's loads, priced at other steps of a stretch than those of a fixed layout: that is 1e-6
-    assert took["hindsight"] <= min(took["policy"], *(took[name] for name in NAMES)) * (1 + 1e-5)
+    assert took["hindsight"] <= took["policy"] + 1e-9
+    # its loads are the policy's, priced at other steps of a stretch than those of a fixed layout
+    assert took["hindsight"] <= min(took[name] for name in NAMES) * (1 + 2e-6)
     assert took["policy"] <= 1.02 * min(took[name] for name in NAMES)
     assert {name: rows[i].switches for i, name in enumerate(NAMES)} == dict.fromkeys(NAMES, 0)
     assert outcomes["policy"].switches

@@ -4,7 +4,8 @@
     python scripts/tune_kernels.py --chip h200 --heads 64 --write    # and puts the best into tuning.json
 
 The best spills least. Of those that spill alike and whose accounts expect the least time over `LENGTHS`, within what an
-account can tell apart (`CLOSE`), it has the most in hand on a multiprocessor (head rows x tokens x blocks), which waits least, and the deepest pipeline. Nothing is timed: where a GPU is at hand, `scripts/bench_kernels.py` tells how good the account is.
+account can tell apart (`CLOSE`), it has the most in hand on a multiprocessor (head rows x tokens x blocks), which waits
+least, and the deepest pipeline. Nothing is timed: on a GPU `scripts/bench_kernels.py` tells how good the account is.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 Layouts are compared in seconds per useful token of a step with everything that the layout could admit: a layout with
 more room for histories runs a larger batch, and is credited for it. Useful are the tokens drawn, and the prompt rows
-that all layouts compute alike; prompts of requests yet to be admitted are work in any layout, so they count in none.
+that all layouts compute alike. Prompts of requests yet to be admitted are work in any layout: they add to no layout's
+tokens, but to every step what they take there, at the rate at which prompts have begun of late (`Flow`).
 """
 
 import heapq
@@ -17,6 +18,7 @@ from splash_jax.cost import Load, Room
 from splash_jax.errors import PolicyError
 from splash_jax.kv import PagePool
 from splash_jax.ownership import Layout, free_axes, groups_of_ranks
+from splash_jax.scheduler.flow import Flow, PromptSteps
 from splash_jax.scheduler.lifetimes import FOREVER, SAMPLED, Lifetimes
 from splash_jax.scheduler.request import Request
 from splash_jax.scheduler.residuals import Residuals
@@ -63,12 +65,14 @@ class Observer:
     directions: Collection[tuple[Layout, Layout]] | None = None  # switches that may be made; None: all
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
+    flow: Flow = field(default_factory=Flow)
+    _begun: tuple[int, int] = (0, 0)  # prompts and their rows that the flow has counted
 
     def snapshot(
         self, scheduler: Scheduler, pool: PagePool, *, step: int, time: float, policy: PolicyConfig, memory: Memory,
         steps: int = 1,
     ) -> Snapshot:  # fmt: skip
-        """What `decide` decides from. `step` and `time` are of the step that comes next."""
+        """What `decide` decides from. `step` and `time` are of the step that comes next, `steps` since the last one."""
         running, here = scheduler.running, pool.layout
         if here not in self.room.pages:
             raise PolicyError(f"layout {here} is not among those with quotes: {', '.join(map(str, self.room.pages))}.")
@@ -77,6 +81,7 @@ class Observer:
                 raise PolicyError(
                     f"the policy's {name!r} is none of the layouts that programs exist for: {', '.join(names)}."
                 )
+        self._count(scheduler, steps)
         live = _Live.of(running, pool)
         load = live.load()
         rows = int(load.new_rows.sum()) - int((load.new_rows == 1).sum())
@@ -97,6 +102,11 @@ class Observer:
             steps=steps, lasts=None if waiting else lasts, at_most=None if waiting else at_most,
             distrust=self.residuals.distrust(), policy=policy, memory=memory,
         )  # fmt: skip
+
+    def _count(self, scheduler: Scheduler, steps: int) -> None:
+        begun = (scheduler.prompts_begun, scheduler.prompt_rows_begun)
+        prompts, rows = (now - then for now, then in zip(begun, self._begun, strict=True))
+        self.flow, self._begun = self.flow.after(steps, prompts, rows), begun
 
     def _lacking(self, load: Load, needed: Mapping[Layout, np.ndarray], pool: PagePool) -> dict[Layout, str]:
         """For every layout why it cannot be switched to, or cannot hold what runs; or ""."""
@@ -145,15 +155,16 @@ class Observer:
         bounded = bounded and (prompts or bool(waiting))
         sizes = self.chunks if bounded else self.chunks[-1:]
         lengths = [request.known for request in waiting]
+        flows = self.flow.steps(1, 1) is not None
         found: dict[Layout, list[Choice]] = {layout: [] for layout in admitted}
-        cut, seconds = load, dict[int, Mapping[Layout, float]]()
+        batch, seconds = load, dict[int, Mapping[Layout, float]]()
         for size in sizes:
-            if prompts or size == sizes[0]:  # without prompts that run, all sizes compare alike
-                cut = _cut(load, size)
-                batches = {count: _with(cut, lengths[:count], ranks) for count in set(admitted.values())}
-                seconds = {count: self.costs.step_seconds(batch) for count, batch in batches.items() if len(batch)}
+            if prompts or flows or size == sizes[0]:  # without prompts all sizes compare alike
+                batch = Load(load.context, np.ones_like(load.context), load.home) if flows else _cut(load, size)
+                batches = {count: _with(batch, lengths[:count], ranks) for count in set(admitted.values())}
+                seconds = {count: self._mean_seconds(each, size) for count, each in batches.items() if len(each)}
             longest: dict[int, Mapping[Layout, float] | None] = dict.fromkeys(seconds)
-            if bounded and waiting:  # what is admitted begins with its prompt
+            if bounded:  # what is admitted begins with its prompt
                 for count in seconds:
                     first = _with(load, lengths[: max(1, count)], ranks, prompts=True)
                     longest[count] = self.costs.step_seconds(_cut(first, size))
@@ -162,9 +173,31 @@ class Observer:
                     name, most = str(layout), longest[count]
                     most = None if most is None else most[layout] * self.residuals.factor(name, "prefill")
                     corrected = seconds[count][layout] * self.residuals.factor(name, kind)
-                    tokens = float(int(cut.new_rows.sum()) + count)
+                    tokens = self._tokens(batch, count, layout, size)
                     found[layout].append(Choice(corrected, tokens, size if prompts or count or bounded else 0, most))
         return {layout: tuple(made) for layout, made in found.items()}
+
+    def _mean_seconds(self, batch: Load, chunk: int) -> Mapping[Layout, float]:
+        """Of a step of the batch in every layout, with the prompts that flow in."""
+        plain = self.costs.step_seconds(batch)
+        alike: dict[PromptSteps, list[Layout]] = {}
+        for layout in plain:
+            if (found := self._prompt_steps(layout, chunk)) is not None:
+                alike.setdefault(found, []).append(layout)
+        mean = dict(plain)
+        for found, layouts in alike.items():
+            mixed = self.costs.step_seconds(_with(batch, [found.rows] * found.prompts, layouts[0].size, prompts=True))
+            mean |= {one: plain[one] + found.share * (mixed[one] - plain[one]) for one in layouts}
+        return mean
+
+    def _prompt_steps(self, layout: Layout, chunk: int) -> PromptSteps | None:
+        return self.flow.steps(max(1, chunk // layout.owner_groups), chunk)
+
+    def _tokens(self, batch: Load, count: int, layout: Layout, chunk: int) -> float:
+        """Useful ones of a step, with so many requests admitted: those that are with their prompts draw none."""
+        rows = float(int(batch.new_rows.sum()) + count)
+        found = self._prompt_steps(layout, chunk)
+        return rows if found is None else max(rows / 2, rows - found.busy)
 
     def _ways(self, here: Layout, load: Load, waiting: Sequence[Request]) -> dict[Layout, tuple[SwitchCost, float]]:
         """For every other layout: the switch there, and the way back. Where nothing runs yet, in the first prompt."""

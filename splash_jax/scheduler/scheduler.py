@@ -50,6 +50,7 @@ class Scheduler:
         self._num_slots = slots
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self.prompts_begun = self.prompt_rows_begun = 0  # of all requests admitted so far, as often as they were
 
     @property
     def unfinished(self) -> bool:
@@ -123,6 +124,8 @@ class Scheduler:
             self.waiting.popleft()
             request.status, request.slot = Status.RUNNING, self._slots.pop()
             self.running.append(request)
+            self.prompts_begun += 1
+            self.prompt_rows_begun += request.known
             self._prefill(step, request)
 
     def _fits(self, pool: Pool, request: Request) -> bool:

@@ -1,5 +1,6 @@
 """Ways side by side: clocks from tables and from the cost model, hindsight, and a fleet."""
 
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +11,23 @@ import pytest
 from splash_jax.cost import Load
 from splash_jax.errors import ConfigError
 from splash_jax.layouts import make_layout
+from splash_jax.ownership import Layout
 from splash_jax.scheduler import PolicyConfig
-from splash_jax.simulate import Group, Row, TableCosts, TableScale, Way, compare, hindsight, run_one, traffic, ways_of
+from splash_jax.simulate import (
+    Group,
+    Row,
+    TableCosts,
+    TableScale,
+    Traffic,
+    Way,
+    compare,
+    hindsight,
+    run_one,
+    traffic,
+    ways_of,
+)
 from splash_jax.simulate.surface import surface
-from tests.simulate.conftest import make_deployment
+from tests.simulate.conftest import HandCosts, make_deployment
 
 TABLE = Path(__file__).resolve().parent.parent / "data" / "paper" / "table4_b200.csv"
 NAMES = ("tp", "cp", "dp", "dop")
@@ -37,6 +51,32 @@ def test_every_way_serves_the_same_tokens_and_hindsight_is_the_least():
     assert took["policy"] <= 1.02 * min(took[name] for name in NAMES)
     assert {name: rows[i].switches for i, name in enumerate(NAMES)} == dict.fromkeys(NAMES, 0)
     assert outcomes["policy"].switches
+
+
+class UnevenPrompts(HandCosts):
+    """tp shares a prompt's rows among four ranks, dp leaves them to their owner, but draws faster."""
+
+    def step_seconds(self, load: Load) -> dict[Layout, float]:
+        prompt_rows = np.bincount(load.home, np.where(load.new_rows > 1, load.new_rows, 0), 4)
+        steps = (2e-3 + 3e-4 * prompt_rows.sum() / 4, 1.0, 1.2e-3 + 3e-4 * prompt_rows.max(initial=0), 1.0)
+        return {one: float(seconds) for one, seconds in zip(self.layouts, steps, strict=True)}
+
+
+def test_the_policy_counts_the_prompts_that_each_finished_request_makes_room_for():
+    """No snapshot shows one: each begins and ends within the step that admits it."""
+    deployment = replace(make_deployment(), costs=UnevenPrompts(make_deployment().layouts, 2e-3))
+    n = 400
+    output = np.random.default_rng(0).integers(10, 40, n)
+    queue = Traffic(
+        arrival=np.zeros(n), prompt=np.full(n, 30), output=output, limit=output, after=np.full(n, -1)
+    )  # fmt: skip
+    rows, outcomes = compare(
+        deployment, queue, [way for way in ways_of(deployment) if way.name in ("tp", "dp", "policy")]
+    )
+    took = {row.way: row.seconds for row in rows}
+    assert took["dp"] > 1.2 * took["tp"]
+    assert took["policy"] <= 1.01 * took["tp"]
+    assert outcomes["policy"].decisions > 20
 
 
 def test_hindsight_is_the_least_over_all_paths():

@@ -1,55 +1,70 @@
-"""Prompts on their way in: how many begin per step, and so what part of the steps computes how many of their rows.
+"""Prompts on their way in: how many begin for each token drawn, and what that adds to the steps of a layout.
 
-A snapshot is taken before a step admits anything, so it shows rows that draw and hardly ever a prompt. Where requests
-come and go, prompts are a part of the work all the same, and layouts differ in it.
+A snapshot is taken before a step admits anything, so it shows rows that draw, and of prompts at most what is left of
+them. Where requests come and go prompts are a part of the work all the same, and layouts differ in it.
 """
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-STEPS = 64  # that the rate is smoothed over
+STEPS = 64  # that counts are smoothed over
+FADED = 1e-4  # prompts that count no more
 
 
 class PromptSteps(NamedTuple):
-    """Every `share`-th part of the steps has `prompts` prompts with `rows` rows each."""
+    """Of every step a part `weight` has `prompts` prompts with `rows` rows each; more than 1: it takes several."""
 
-    share: float
-    prompts: int
+    weight: float
+    prompts: int  # on as many groups of owners as there are
     rows: int
-    busy: float  # requests that are with their prompts and draw nothing, in the mean over all steps
+    context: int  # tokens that the last of these rows sees, in the mean over the pieces of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Prompts per step and the rows of one, smoothed."""
+    """Prompts that began, their rows, and tokens drawn: sums over the latest steps, older ones fading."""
 
-    rate: float | None = None  # None: nothing was seen yet
+    prompts: float = 0.0
     rows: float = 0.0
-    pause: int = 0  # steps since a prompt began
+    draws: float = 0.0
+    since: int = 0  # tokens drawn since a prompt began
 
-    def after(self, steps: int, prompts: int, rows: int) -> "Flow":
-        """With so many further steps, in which so many prompts began, of so many rows together."""
-        new = 1.0 if self.rate is None else -math.expm1(-steps / STEPS)
-        rate = (1 - new) * (self.rate or 0.0) + new * prompts / steps
-        if not prompts:
-            return Flow(rate, self.rows, self.pause + steps)
-        mean = rows / prompts
-        return Flow(rate, mean if not self.rows else (1 - new) * self.rows + new * mean, 0)
+    def after(self, steps: int, prompts: int, rows: int, draws: int) -> "Flow":
+        """With so many further steps, and what began and was drawn in them."""
+        old = math.exp(-steps / STEPS)
+        return Flow(
+            old * self.prompts + prompts,
+            old * self.rows + rows,
+            old * self.draws + draws,
+            0 if prompts else self.since + draws,
+        )
 
-    def steps(self, room: int, most: int) -> PromptSteps | None:
-        """The steps with prompt rows to expect; None without any.
+    @property
+    def per_token(self) -> float:
+        """Prompts for each token drawn, of which each has one at least.
 
-        A burst that is over is no flow: for n steps without a prompt there is at most one in n.
+        A burst that is over is no flow: after n tokens without one, at most one in n.
+        """
+        if self.prompts < FADED:
+            return 0.0
+        return self.prompts / max(self.draws, self.prompts * max(1, self.since))
+
+    def steps(self, batch: int, room: int, groups: int) -> PromptSteps | None:
+        """What prompts add to the steps of a layout in which `batch` requests run; None without any.
 
         Args:
-          room: rows of one prompt that a step has room for.
-          most: ... and of all prompts.
+          room: rows of one prompt that a step has room for: those of one group of owners.
+          groups: of owners, that compute prompts side by side.
         """
-        rate = (self.rate or 0.0) if not self.pause else min(self.rate or 0.0, 1 / self.pause)
-        if rate < 1e-6 or self.rows < 1:
+        per_token = self.per_token
+        if per_token * batch < FADED:
             return None
-        pieces = math.ceil(self.rows / room)
-        rows = math.ceil(self.rows / pieces)
-        prompts = max(1, min(round(rate * pieces), most // rows))
-        return PromptSteps(min(1.0, rate * pieces / prompts), prompts, rows, rate * pieces)  # Little's law
+        mean = max(1, round(self.rows / self.prompts))
+        pieces = -(-mean // room)
+        rows = -(-mean // pieces)
+        of_draws = per_token * pieces  # a request's steps with prompt rows over those in which it draws
+        at_once = batch * of_draws / (1 + of_draws)
+        apart = groups * (1 - (1 - 1 / groups) ** at_once)  # groups that have one, where homes fall by chance
+        prompts = max(1, round(min(at_once, apart if groups > 1 else room // rows)))
+        return PromptSteps(per_token * batch * pieces / prompts, prompts, rows, -(-rows * (pieces + 1) // 2))

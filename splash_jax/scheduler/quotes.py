@@ -3,7 +3,7 @@
 Layouts are compared in seconds per useful token of a step with everything that the layout could admit: a layout with
 more room for histories runs a larger batch, and is credited for it. Useful are the tokens drawn, and the prompt rows
 that all layouts compute alike. Prompts of requests yet to be admitted are work in any layout: they add to no layout's
-tokens, but to every step what they take there, at the rate at which prompts have begun of late (`Flow`).
+tokens, but to every step what they take there, as many for each token drawn as have begun of late (`Flow`).
 """
 
 import heapq
@@ -22,7 +22,7 @@ from splash_jax.scheduler.flow import Flow, PromptSteps
 from splash_jax.scheduler.lifetimes import FOREVER, SAMPLED, Lifetimes
 from splash_jax.scheduler.request import Request
 from splash_jax.scheduler.residuals import Residuals
-from splash_jax.scheduler.scheduler import Scheduler
+from splash_jax.scheduler.scheduler import Begun, Scheduler
 from splash_jax.scheduler.snapshot import Choice, Memory, PolicyConfig, Quote, Snapshot
 
 LOOK_AHEAD = 256  # waiting requests that are tried for room
@@ -66,7 +66,7 @@ class Observer:
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     flow: Flow = field(default_factory=Flow)
-    _begun: tuple[int, int] = (0, 0)  # prompts and their rows that the flow has counted
+    _begun: Begun = Begun()  # that the flow has counted
 
     def snapshot(
         self, scheduler: Scheduler, pool: PagePool, *, step: int, time: float, policy: PolicyConfig, memory: Memory,
@@ -104,9 +104,9 @@ class Observer:
         )  # fmt: skip
 
     def _count(self, scheduler: Scheduler, steps: int) -> None:
-        begun = (scheduler.prompts_begun, scheduler.prompt_rows_begun)
-        prompts, rows = (now - then for now, then in zip(begun, self._begun, strict=True))
-        self.flow, self._begun = self.flow.after(steps, prompts, rows), begun
+        begun = scheduler.begun
+        prompts, rows, draws = (now - then for now, then in zip(begun, self._begun, strict=True))
+        self.flow, self._begun = self.flow.after(steps, prompts, rows, draws), begun
 
     def _lacking(self, load: Load, needed: Mapping[Layout, np.ndarray], pool: PagePool) -> dict[Layout, str]:
         """For every layout why it cannot be switched to, or cannot hold what runs; or ""."""
@@ -155,7 +155,7 @@ class Observer:
         bounded = bounded and (prompts or bool(waiting))
         sizes = self.chunks if bounded else self.chunks[-1:]
         lengths = [request.known for request in waiting]
-        flows = self.flow.steps(1, 1) is not None
+        flows = self.flow.steps(len(load), 1, 1) is not None
         found: dict[Layout, list[Choice]] = {layout: [] for layout in admitted}
         batch, seconds = load, dict[int, Mapping[Layout, float]]()
         for size in sizes:
@@ -173,7 +173,7 @@ class Observer:
                     name, most = str(layout), longest[count]
                     most = None if most is None else most[layout] * self.residuals.factor(name, "prefill")
                     corrected = seconds[count][layout] * self.residuals.factor(name, kind)
-                    tokens = self._tokens(batch, count, layout, size)
+                    tokens = float(int(batch.new_rows.sum()) + count)
                     found[layout].append(Choice(corrected, tokens, size if prompts or count or bounded else 0, most))
         return {layout: tuple(made) for layout, made in found.items()}
 
@@ -182,22 +182,15 @@ class Observer:
         plain = self.costs.step_seconds(batch)
         alike: dict[PromptSteps, list[Layout]] = {}
         for layout in plain:
-            if (found := self._prompt_steps(layout, chunk)) is not None:
+            groups = layout.owner_groups
+            if (found := self.flow.steps(len(batch), max(1, chunk // groups), groups)) is not None:
                 alike.setdefault(found, []).append(layout)
         mean = dict(plain)
         for found, layouts in alike.items():
-            mixed = self.costs.step_seconds(_with(batch, [found.rows] * found.prompts, layouts[0].size, prompts=True))
-            mean |= {one: plain[one] + found.share * (mixed[one] - plain[one]) for one in layouts}
+            chunks = _with(batch, [found.context] * found.prompts, layouts[0].size, rows=found.rows)
+            mixed = self.costs.step_seconds(chunks)
+            mean |= {one: plain[one] + found.weight * (mixed[one] - plain[one]) for one in layouts}
         return mean
-
-    def _prompt_steps(self, layout: Layout, chunk: int) -> PromptSteps | None:
-        return self.flow.steps(max(1, chunk // layout.owner_groups), chunk)
-
-    def _tokens(self, batch: Load, count: int, layout: Layout, chunk: int) -> float:
-        """Useful ones of a step, with so many requests admitted: those that are with their prompts draw none."""
-        rows = float(int(batch.new_rows.sum()) + count)
-        found = self._prompt_steps(layout, chunk)
-        return rows if found is None else max(rows / 2, rows - found.busy)
 
     def _ways(self, here: Layout, load: Load, waiting: Sequence[Request]) -> dict[Layout, tuple[SwitchCost, float]]:
         """For every other layout: the switch there, and the way back. Where nothing runs yet, in the first prompt."""
@@ -275,10 +268,10 @@ def chunk_sizes(rows: int, tile: int) -> tuple[int, ...]:
     return tuple(sorted({-(-rows // (tile << k)) * tile for k in range(CHUNKS)}))
 
 
-def _with(load: Load, lengths: Sequence[int], ranks: int, prompts: bool = False) -> Load:
+def _with(load: Load, lengths: Sequence[int], ranks: int, rows: int | None = None, prompts: bool = False) -> Load:
     """The load with further requests of so many tokens, whose homes are dealt out where the fewest are.
 
-    They decode, or have their `prompts` before them.
+    They draw; or so many `rows` of them are new; or, where they are `prompts`, all are.
     """
     if not lengths:
         return load
@@ -286,8 +279,9 @@ def _with(load: Load, lengths: Sequence[int], ranks: int, prompts: bool = False)
     order = np.argsort(count, kind="stable")
     more = np.array(lengths, np.int64)
     home = np.resize(order, len(more))
+    new = more if prompts else np.full_like(more, 1 if rows is None else rows)
     return Load(
-        np.concatenate([load.context, more if prompts else more + 1]),
-        np.concatenate([load.new_rows, more if prompts else np.ones_like(more)]),
+        np.concatenate([load.context, more if prompts or rows is not None else more + 1]),
+        np.concatenate([load.new_rows, new]),
         np.concatenate([load.home, home]),
     )

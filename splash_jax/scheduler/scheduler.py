@@ -7,6 +7,7 @@ pages run out, the youngest request gives its own back and is computed again lat
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from splash_jax.kv import PagePool, TwinPool
 from splash_jax.ownership import Bucket, Layout, free_axes, groups_of_ranks, switch_buckets
@@ -38,6 +39,17 @@ class Schedule:
         return self.buckets[-1]
 
 
+class Begun(NamedTuple):
+    """Work that was scheduled since the scheduler was made."""
+
+    prompts: int = 0  # requests admitted, again after each preemption
+    rows: int = 0  # of theirs that were known then
+    draws: int = 0  # tokens
+
+    def plus(self, prompts: int = 0, rows: int = 0, draws: int = 0) -> "Begun":
+        return Begun(self.prompts + prompts, self.rows + rows, self.draws + draws)
+
+
 class Scheduler:
     """The queue of requests and the choice of every step's rows.
 
@@ -50,7 +62,7 @@ class Scheduler:
         self._num_slots = slots
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.prompts_begun = self.prompt_rows_begun = 0  # of all requests admitted so far, as often as they were
+        self.begun = Begun()
 
     @property
     def unfinished(self) -> bool:
@@ -94,6 +106,7 @@ class Scheduler:
                 self._prefill(step, request)
         if not preempted:
             self._admit(step)
+        self.begun = self.begun.plus(draws=sum(chunk.draws for chunk in step.chunks))
         return Schedule(chunks=tuple(step.chunks), buckets=step.buckets(switching), preempted=tuple(preempted))
 
     def finish(self, pool: Pool, request: Request) -> None:
@@ -124,8 +137,7 @@ class Scheduler:
             self.waiting.popleft()
             request.status, request.slot = Status.RUNNING, self._slots.pop()
             self.running.append(request)
-            self.prompts_begun += 1
-            self.prompt_rows_begun += request.known
+            self.begun = self.begun.plus(prompts=1, rows=request.known)
             self._prefill(step, request)
 
     def _fits(self, pool: Pool, request: Request) -> bool:

@@ -234,7 +234,7 @@ class Group:
         if alike and not added and len(chunks) == self._rows:
             requests = [chunk.request for chunk in chunks]
             self._keep_open(requests)
-            self._draw(requests, 1)
+            self._draw(requests, 1, scheduled=True)
             return
         self._open_stretch([(c.request, c.start, c.rows) for c in chunks])
         self._count(1, added)
@@ -244,9 +244,11 @@ class Group:
         self._drawn([chunk.request for chunk in chunks if chunk.draws], 1)
         self._rows = len(running) if alike else 0
 
-    def _draw(self, requests: Sequence[Request], steps: int) -> None:
+    def _draw(self, requests: Sequence[Request], steps: int, scheduled: bool = False) -> None:
         """So many steps alike, in which every request draws a token."""
         self._count(steps, 0.0)
+        if not scheduled:
+            self.scheduler.begun = self.scheduler.begun.plus(draws=steps * len(requests))
         self._left -= steps
         self._alike = True
         for request in requests:

@@ -1,48 +1,49 @@
-"""Prompts on their way in: a rate that follows arrivals and forgets a burst."""
+"""Prompts on their way in: as many per token as of late, a burst forgotten, and the steps that they fill."""
 
 import pytest
 
 from splash_jax.scheduler.flow import STEPS, Flow
 
 
-def fed(each: list[tuple[int, int, int]]) -> Flow:
+def fed(each: list[tuple[int, int, int, int]]) -> Flow:
     flow = Flow()
-    for steps, prompts, rows in each:
-        flow = flow.after(steps, prompts, rows)
+    for counts in each:
+        flow = flow.after(*counts)
     return flow
 
 
 def test_nothing_seen_or_nothing_begun_is_no_flow():
-    assert Flow().steps(128, 1024) is None
-    assert fed([(1, 0, 0), (64, 0, 0)]).steps(128, 1024) is None
+    assert Flow().steps(8, 128, 1) is None
+    assert fed([(1, 0, 0, 0), (64, 0, 0, 640)]).steps(8, 128, 1) is None
+    assert fed([(1, 1, 100, 10)]).steps(0, 128, 1) is None
 
 
-def test_a_steady_rate_is_the_mean_whether_it_is_counted_often_or_seldom():
-    often = fed([(1, i % 4 == 0, 100 * (i % 4 == 0)) for i in range(400)])
-    seldom = fed([(16, 4, 400)] * 25)
+def test_a_steady_flow_is_its_mean_whether_it_is_counted_often_or_seldom():
+    often = fed([(1, i % 4 == 0, 100 * (i % 4 == 0), 10) for i in range(401)])
+    seldom = fed([(16, 4, 400, 160)] * 25)
     for flow in (often, seldom):
-        assert flow.rate == pytest.approx(0.25, rel=0.05) and flow.rows == pytest.approx(100)
-        assert flow.steps(128, 1024) == (pytest.approx(0.25, rel=0.05), 1, 100, flow.rate)
+        assert flow.per_token == pytest.approx(0.025, rel=0.05)
+        assert flow.steps(20, 128, 1) == (pytest.approx(0.5, rel=0.05), 1, 100)
 
 
 def test_a_burst_is_forgotten_as_soon_as_it_has_been_over_for_a_while():
-    burst = fed([(1, 16, 1600)] * 8)
-    assert burst.steps(128, 4096) == (1.0, 16, 100, 16.0)
-    after = burst.after(10, 0, 0)
-    assert after.steps(128, 4096) == (pytest.approx(0.1), 1, 100, pytest.approx(0.1))
-    much_later = after.after(100 * STEPS, 0, 0)
-    assert much_later.steps(128, 4096) is None or much_later.steps(128, 4096).share < 1e-3
+    burst = fed([(1, 16, 1600, 0)] * 8)
+    assert burst.per_token == 1 and burst.steps(128, 4096, 1) == (pytest.approx(128 / 40), 40, 100)
+    after = burst.after(10, 0, 0, 1280)
+    assert after.per_token == pytest.approx(1 / 1280)
+    assert after.after(100 * STEPS, 0, 0, 128 * 100 * STEPS).steps(128, 4096, 1) is None
 
 
 @pytest.mark.parametrize(
-    ("room", "most", "wanted"),
+    ("room", "groups", "wanted"),
     [
-        (1000, 8000, (0.5, 1, 1000, 0.5)),  # one step each
-        (500, 4000, (1.0, 1, 500, 1.0)),  # two
-        (300, 2400, (1.0, 2, 250, 2.0)),  # four, of two prompts at once
-        (300, 250, (1.0, 1, 250, 2.0)),  # where a step holds no more
+        (1000, 1, (0.4, 1, 1000)),  # a step each, for 5 requests that draw 10 tokens in 10 steps
+        (500, 1, (0.8, 1, 500)),  # two
+        (125, 1, (3.2, 1, 125)),  # eight, one after another: a step of draws waits for 3.2 of them
+        (125, 8, (1.6, 2, 125)),  # ... or of two requests at a time: 8 of 10 + 8 steps of each of 4 have prompt rows
     ],
 )
-def test_prompts_longer_than_a_step_take_several(room, most, wanted):
-    flow = fed([(2, 1, 1000)])
-    assert flow.steps(room, most) == wanted
+def test_prompts_longer_than_a_step_take_several(room, groups, wanted):
+    flow = fed([(1, 1, 1000, 10)])
+    weight, prompts, rows = flow.steps(4, room, groups)
+    assert (pytest.approx(weight), prompts, rows) == wanted

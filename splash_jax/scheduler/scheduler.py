@@ -128,7 +128,7 @@ class Scheduler:
         pool = step.pool
         while self.waiting and self._slots:
             request = self.waiting[0]
-            home = self._choose_home(pool)
+            home = self._choose_home(pool, step.homes_with_room())
             pool.add(request.name, home)
             if step.prompt_rows(request) == 0 or not self._fits(pool, request):
                 pool.release(request.name)
@@ -171,14 +171,14 @@ class Scheduler:
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
         return homes
 
-    def _choose_home(self, pool: Pool) -> int:
+    def _choose_home(self, pool: Pool, ranks: Sequence[int]) -> int:
         load = [(0, 0)] * pool.layout.size
         for request in self.running:
             home = pool.home(request.name)
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
-        return self._lightest(pool.layout, load, list(range(pool.layout.size)))
+        return self._lightest(pool.layout, load, ranks)
 
-    def _lightest(self, layout: Layout, load: list[tuple[int, int]], ranks: list[int]) -> int:
+    def _lightest(self, layout: Layout, load: list[tuple[int, int]], ranks: Sequence[int]) -> int:
         """Of `ranks`, one of the lightest group of owners, and in it the lightest rank; both below an even share of the
         slots. Lightest: the least history once all have grown to their ends, then the fewest requests. `load` holds
         (requests, tokens) of every rank.
@@ -257,6 +257,12 @@ class _Step:
         """Prompt rows there is still room for."""
         rows = min(side.prompt_rows(home) for side, home in self._each(request))
         return rows if self._left is None else min(rows, self._left)
+
+    def homes_with_room(self) -> Sequence[int]:
+        """Homes whose group has room for prompt rows, so that none idles while another has a queue; all where none has."""
+        side = self._sides[-1]
+        ranks = range(side.layout.size)
+        return [rank for rank in ranks if side.prompt_rows(rank)] or ranks
 
     def take(self, request: Request, rows: int, *, draws: bool) -> None:
         for side, home in self._each(request):

@@ -275,3 +275,25 @@ def test_a_request_can_be_taken_out_wherever_it_is(after):
         assert request.status is Status.FINISHED and request.name not in loop.pool
     loop.run()
     assert not loop.scheduler.unfinished
+
+
+def test_a_waiting_prompt_goes_where_rows_are_free_before_it_goes_where_least_will_grow():
+    """Else every rank but one may idle while the lightest one works off a long prompt."""
+    loop = Loop(ranks=2)
+    loop.add(make_request("long", 30), make_request("longer", 60, new=40))
+    loop.step()
+    assert [loop.pool.home(name) for name in ("long", "longer")] == [0, 1]
+    while loop.scheduler.running[0].prefilling:
+        loop.step()
+    assert loop.scheduler.running[1].prefilling, "rank 1 still works off its prompt"
+    loop.scheduler.running[0].max_total = 1000  # so that rank 1 is the lighter one
+    loop.add(make_request("next", 8))
+    loop.step()
+    assert loop.pool.home("next") == 0
+
+
+def test_what_was_begun_is_counted():
+    loop = Loop()
+    loop.add(make_request("a", 10, new=3), make_request("b", 5, new=2), make_request("scored", 7, score=True))
+    loop.run()
+    assert loop.scheduler.begun == (3, 22, 5)

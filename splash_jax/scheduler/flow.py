@@ -13,12 +13,14 @@ FADED = 1e-4  # prompts that count no more
 
 
 class PromptSteps(NamedTuple):
-    """Of every step a part `weight` has `prompts` prompts with `rows` rows each; more than 1: it takes several."""
+    """Of every step a part `weight` has `rows` rows of some prompts; more than 1: it takes several.
+
+    `contexts` are the tokens that the last row of each sees: they stand at different places of their prompts.
+    """
 
     weight: float
-    prompts: int  # on as many groups of owners as there are
     rows: int
-    context: int  # tokens that the last of these rows sees, in the mean over the pieces of a prompt
+    contexts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +69,6 @@ class Flow:
         at_once = batch * of_draws / (1 + of_draws)
         apart = groups * (1 - (1 - 1 / groups) ** at_once)  # groups that have one, where homes fall by chance
         prompts = max(1, round(min(at_once, apart if groups > 1 else room // rows)))
-        return PromptSteps(per_token * batch * pieces / prompts, prompts, rows, -(-rows * (pieces + 1) // 2))
+        places = (min(pieces, max(1.0, pieces * (i + 0.5) / prompts + 0.5)) for i in range(prompts))
+        contexts = tuple(round(rows * place) for place in places)
+        return PromptSteps(per_token * batch * pieces / prompts, rows, contexts)

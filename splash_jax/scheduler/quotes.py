@@ -66,7 +66,7 @@ class Observer:
     residuals: Residuals = field(default_factory=Residuals)
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
     flow: Flow = field(default_factory=Flow)
-    _begun: Begun = Begun()  # that the flow has counted
+    _begun: Begun = field(default_factory=Begun)  # that the flow has counted
 
     def snapshot(
         self, scheduler: Scheduler, pool: PagePool, *, step: int, time: float, policy: PolicyConfig, memory: Memory,
@@ -187,7 +187,7 @@ class Observer:
                 alike.setdefault(found, []).append(layout)
         mean = dict(plain)
         for found, layouts in alike.items():
-            chunks = _with(batch, [found.context] * found.prompts, layouts[0].size, rows=found.rows)
+            chunks = _with(batch, found.contexts, layouts[0].size, rows=found.rows)
             mixed = self.costs.step_seconds(chunks)
             mean |= {one: plain[one] + found.weight * (mixed[one] - plain[one]) for one in layouts}
         return mean

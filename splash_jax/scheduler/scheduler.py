@@ -259,7 +259,7 @@ class _Step:
         return rows if self._left is None else min(rows, self._left)
 
     def homes_with_room(self) -> Sequence[int]:
-        """Homes whose group has room for prompt rows, so that none idles while another has a queue; all where none has."""
+        """Homes whose group has room for prompt rows, so that none idles beside a queue; all where none has."""
         side = self._sides[-1]
         ranks = range(side.layout.size)
         return [rank for rank in ranks if side.prompt_rows(rank)] or ranks

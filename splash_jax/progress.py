@@ -1,4 +1,4 @@
-"""How far a long preparation is, on stderr: bars where somebody looks, a line at its beginning and end elsewhere."""
+"""How far a long preparation is, on stderr: bars where somebody looks, a line now and then elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +8,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 STDERR = Console(stderr=True, highlight=False)
+EVERY_S = 60  # between two lines of one thing
 
 Report = Callable[[str, int, int], None]  # what, done, in all
 
 
 @contextmanager
 def progress_report() -> Iterator[Report]:
-    """The `progress` callback of an LLM: one bar, or two lines, for each thing it reports."""
+    """The `progress` callback of an LLM: a bar for each thing, or lines as it begins, each minute, and as it ends."""
     if not STDERR.is_terminal:
         yield _lines()
         return
@@ -32,12 +33,18 @@ def progress_report() -> Iterator[Report]:
 
 def _lines() -> Report:
     began: dict[str, float] = {}
+    told: dict[str, float] = {}
 
     def report(what: str, done: int, total: int) -> None:
+        now = perf_counter()
         if what not in began:
-            began[what] = perf_counter()
+            began[what] = told[what] = now
             STDERR.print(f"{what} ...", soft_wrap=True)
+        seconds = f"after {now - began[what]:.0f} s"
         if done == total:
-            STDERR.print(f"{what}: done after {perf_counter() - began[what]:.0f} s", soft_wrap=True)
+            STDERR.print(f"{what}: done {seconds}", soft_wrap=True)
+        elif now - told[what] >= EVERY_S:
+            told[what] = now
+            STDERR.print(f"{what}: {done} of {total} {seconds}", soft_wrap=True)
 
     return report

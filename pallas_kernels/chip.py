@@ -63,7 +63,11 @@ CHIPS = {
 }
 
 
+def chip_of(kind: str) -> Chip | None:
+    """The chip that a device or a data sheet calls so, as "NVIDIA H200"; None where it is none of CHIPS."""
+    return next((chip for name, chip in CHIPS.items() if name in kind.lower().split()), None)
+
+
 def this_chip() -> Chip | None:
     """The chip of the default device; None where it is no GPU of CHIPS."""
-    kind = jax.devices()[0].device_kind.lower()
-    return next((chip for name, chip in CHIPS.items() if name in kind.split()), None)
+    return chip_of(jax.devices()[0].device_kind)

@@ -38,6 +38,7 @@ def preflight(
     block_size: Annotated[int, Option(min=1, help="Tokens per page.")] = 64,
     memory_fraction: Annotated[float, Option(min=0.001, max=1.0, help="Of a GPU's memory, for everything.")] = 0.9,
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16.")] = "auto",
+    attention_backend: Annotated[str, Option(help="gpu: Pallas kernels. xla. auto: as an engine there.")] = "xla",
     json: Annotated[Path | None, Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw what lies beside each transfer, as a PNG.")] = None,
 ) -> None:
@@ -53,6 +54,7 @@ def preflight(
     case = draw_case(
         model, load_hardware(hardware), num_devices=num_devices, layouts=chosen, batch=batch, context=context,
         prefill_tokens=prefill_tokens, block_size=block_size, memory_fraction=memory_fraction, dtype=dtype,
+        attention_backend=attention_backend,
         kinds=() if kinds is None else tuple(kinds.split(",")),
     )  # fmt: skip
     if plot is not None and len(chosen) == 1:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from pallas_kernels.chip import Chip, chip_of
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import (
     check_host_memory,
@@ -121,10 +122,13 @@ class Blueprint:
                 yield from spread_programs(route, self.config.spread_parts, list(dict.fromkeys(kinds)), pairs)
 
 
-def draw_up(config: EngineConfig, free_bytes: int | None = None, model: ModelConfig | None = None) -> Blueprint:
+def draw_up(
+    config: EngineConfig, free_bytes: int | None = None, model: ModelConfig | None = None, chip: Chip | None = None
+) -> Blueprint:
     """Check settings against the model's config and derive all sizes. Raises the errors a user can meet.
 
-    `model` is the model's config when the caller has it; otherwise it is read from the checkpoint directory.
+    `model` is the model's config when the caller has it; otherwise it is read from the checkpoint directory. `chip` is
+    the GPU that kernels are chosen for, where it is one that they are tuned for.
     """
     model = read_model_config(config.model) if model is None else model
     layouts = {str(layout): layout for layout in map(config.layout_of, config.layouts)}
@@ -151,6 +155,8 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None, model: ModelCon
         slots=config.max_num_seqs,
         penalties=config.penalties,
         transfer_bytes=config.transfer_bytes,
+        attention_backend=backend_for(config.attention_backend, chip),
+        attention_chip=chip.name if chip else None,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     state = replace(state, common=state.common + sampler_bytes(shapes))
@@ -179,6 +185,13 @@ def draw_up(config: EngineConfig, free_bytes: int | None = None, model: ModelCon
     return Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
     )
+
+
+def backend_for(asked: str, chip: Chip | None) -> str:
+    """The implementation of `pallas_kernels.mla_attention` for an engine's `attention_backend`; None is no tuned GPU."""
+    if asked == "auto":
+        return "gpu" if chip else "xla"
+    return asked
 
 
 def make_buckets(config: EngineConfig, layout: Layout, prompt_rows: int) -> tuple[Bucket, ...]:
@@ -242,8 +255,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
     use_compilation_cache(config.compilation_cache_dir)
     start_devices()
     mesh = attention_mesh(dict(config.mesh_shape))
-    if config.device_memory_bytes is None and (free := free_memory(mesh)) is not None:
-        blueprint = draw_up(config, free)
+    free = free_memory(mesh) if config.device_memory_bytes is None else None
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if free is not None or chip is not None:
+        blueprint = draw_up(config, free, chip=chip)
     asked = config.device_memory_bytes
     check_host_memory(mesh, max(blueprint.footprint(layout).total for layout in blueprint.layouts.values()))
     with room_on_devices(f"device_memory_bytes ({asked or 'not set'}) or max_num_seqs ({config.max_num_seqs})"):

@@ -12,6 +12,7 @@ from splash_jax.runtime import SwitchMode
 from splash_jax.scheduler import PolicyConfig
 
 AUTO = "auto"
+ATTENTION_BACKENDS = ("auto", "gpu", "xla")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class EngineConfig:
     spread_layers: int = 1  # layers that a spread switch moves per step
     spread_parts: int = 4  # parts that each of them moves in, each beside another layer
     dtype: str = "auto"  # "float32", "bfloat16", or as the checkpoint says
+    attention_backend: str = "auto"  # "gpu": Pallas kernels; "xla"; "auto": kernels on the GPUs that they are tuned for
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128  # prompt tokens per step, all owners together
@@ -71,6 +73,9 @@ class EngineConfig:
                 _positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}.")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"attention_backend must be one of {known}, got {self.attention_backend!r}.")
         for name in ("reserve_bytes", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

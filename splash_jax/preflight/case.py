@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from pallas_kernels.chip import chip_of
 from splash_jax.configs import config_file, config_names
 from splash_jax.cost import Hardware
 from splash_jax.engine import EngineConfig
-from splash_jax.engine.build import make_buckets
+from splash_jax.engine.build import backend_for, make_buckets
 from splash_jax.errors import ConfigError
 from splash_jax.kv import filled_pool
 from splash_jax.layouts import make_layout
@@ -137,6 +138,7 @@ def draw_case(
     block_size: int,
     memory_fraction: float,
     dtype: str = "auto",
+    attention_backend: str = "xla",
     kinds: tuple[str, ...] = (),
     config: ModelConfig | None = None,
 ) -> Case:
@@ -148,7 +150,7 @@ def draw_case(
     if context > cfg.max_position_embeddings:
         raise ConfigError(f"context {context} is more than the model's {cfg.max_position_embeddings} tokens.")
     settings = EngineConfig(
-        model=Path(model), num_devices=num_devices, layout=layouts[0], layouts=layouts, dtype=dtype,
+        model=Path(model), num_devices=num_devices, layout=layouts[0], layouts=layouts, dtype=dtype, attention_backend=attention_backend,
         max_num_seqs=batch, max_num_batched_tokens=prefill_tokens, decode_buckets=(batch,), block_size=block_size,
     )  # fmt: skip
     made = tuple(make_layout(name, settings.mesh_shape) for name in layouts)
@@ -159,8 +161,10 @@ def draw_case(
     served = cfg.dtype if dtype == "auto" else dtype
     row = (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * jnp.dtype(served).itemsize
     kv = KVShape(page_size=block_size, interleave=settings.interleave, bytes_per_token=row)
+    chip = chip_of(hardware.name)
     shapes = Shapes(
-        model=cfg, dtype=served, kv=kv, max_model_len=context + block_size, slots=batch, penalties=False
+        model=cfg, dtype=served, kv=kv, max_model_len=context + block_size, slots=batch, penalties=False,
+        attention_backend=backend_for(attention_backend, chip), attention_chip=chip.name if chip else None,
     )  # fmt: skip
     return Case(
         name=model,

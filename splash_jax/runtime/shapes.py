@@ -22,7 +22,8 @@ class Shapes:
     max_model_len: int
     slots: int  # requests that may run at once
     penalties: bool  # whether token counts are kept per slot
-    attention_backend: str = "xla"
+    attention_backend: str = "xla"  # of pallas_kernels.mla_attention
+    attention_chip: str | None = None  # of pallas_kernels.chip.CHIPS, that its kernels are chosen for
     transfer_bytes: int | None = None  # most that a rank receives of a layer's histories at a time; None: 1.5 pools
 
     @property

@@ -50,6 +50,7 @@ class Step:
                 shares=self.layout.position_shares,
                 interleave=shapes.kv.interleave,
                 backend=shapes.attention_backend,
+                chip=shapes.attention_chip,
             )
 
         def attend(family: model.Attention, x: jax.Array) -> jax.Array:

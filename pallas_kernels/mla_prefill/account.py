@@ -1,0 +1,156 @@
+"""What a prefill should take, before it is measured, and so which form of it is cheaper.
+
+A call is phases, one after another, and a phase takes the longest of what it asks of the chip: its FLOPs, its bytes of
+HBM, and its bytes of L2, which every program reads its keys through. Both forms are charged from the queries as the
+model projects them to outputs in the heads' own width:
+
+* absorbed: queries into latent space and outputs out of it, 2 C (N + V) FLOPs per row and head; then 2 (2 C + E) per
+  row, head and key. The keys are read once per block of lines, of all heads.
+* expanded: keys and values per head, 2 C (N + V) FLOPs per key and head, written and read back; then 2 (N + E + V) per
+  row, head and key.
+
+Per key the second saves 2 (2 C - N - V) for every row that sees it, and pays 2 C (N + V): at DeepSeek-V3's widths it is
+ahead by FLOPs from 171 rows on, and with no history but the rows themselves always, for then there are as many keys to
+expand as rows to absorb.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from pallas_kernels.chip import CHIPS
+from pallas_kernels.mla_decode.account import EXPONENTIALS_PER_CLOCK, FLOATS_PER_CLOCK, RATE, Account
+from pallas_kernels.mla_decode.formats import fp8_row_bytes
+
+# Of the whole chip. The A100's white paper's; of its successors nothing is published: an assumption, to be measured.
+L2_BYTES_PER_CLOCK = 5120
+# Of HBM against the tensor cores' BF16 rate, by the data sheets: their ratio is all that the choice of a form needs.
+FLOPS_PER_BYTE = {"h100": 9.89e14 / 3.35e12, "h200": 9.89e14 / 4.8e12, "b200": 2.25e15 / 8e12}
+LINES = 64  # of a program of the absorbed form; as many rows of a head of the expanded one take twice as many
+ROWS = 128
+
+
+class Phase(NamedTuple):
+    """What one kernel asks of a chip."""
+
+    flops: float  # that are issued, padding included
+    bytes: float  # that cross HBM
+    l2_bytes: float  # that programs read
+
+    def clocks(self, chip: str, flops_per_byte: float) -> float:
+        """Of the chip, at the rate of its tensor cores."""
+        per_clock = CHIPS[chip].sms * CHIPS[chip].flops_per_clock
+        return max(
+            self.flops / per_clock, self.bytes * flops_per_byte / per_clock, self.l2_bytes / L2_BYTES_PER_CLOCK
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Prompt rows of `sequences` of one length: the last rows of histories of `keys` tokens each."""
+
+    rows: int  # of all sequences
+    sequences: int
+    keys: int  # of one sequence, its rows among them
+    tile: int
+    heads: int
+    latent: int
+    rotary: int
+    nope: int
+    value: int
+    fp8: bool
+
+    @property
+    def pairs(self) -> float:
+        """(row, key) that see each other."""
+        each = self.rows / self.sequences
+        return self.rows * (max(self.keys, each) - (each - 1) / 2)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token's latent row."""
+        return fp8_row_bytes(self.latent, self.rotary) if self.fp8 else 2 * (self.latent + self.rotary)
+
+    @property
+    def projection_flops(self) -> int:
+        """Of one token and all its heads, between latents and the heads' own keys and values."""
+        return 2 * self.heads * self.latent * (self.nope + self.value)
+
+
+def phases(call: Call, form: str) -> list[Phase]:
+    """What a call asks, kernel by kernel."""
+    H, R, tokens = call.heads, call.rows, call.sequences * call.keys
+    own, latents = call.nope + call.rotary, call.latent + call.rotary
+    weights = 2 * H * call.latent * (call.nope + call.value)
+    if form == "absorbed":
+        blocks = -(-call.tile * H // LINES)  # of lines, per tile
+        attended = call.pairs / call.tile * blocks * LINES * 2 * (latents + call.latent)
+        project_bytes = weights + R * H * (2 * own + 2 * latents + 4 * call.latent + 4 * call.value)
+        return [
+            Phase(R * call.projection_flops, project_bytes, 0),
+            Phase(
+                attended,
+                tokens * call.row_bytes + R * H * (2 * latents + 4 * call.latent + 4),
+                call.pairs / call.tile * blocks * call.row_bytes,
+            ),
+        ]
+    rows = min(ROWS, call.tile)  # of a program
+    waste = max(1.0, LINES / rows)  # a product has at least so many
+    made = 2 * tokens * (H * (call.nope + call.value) + call.rotary)
+    return [
+        Phase(tokens * call.projection_flops, weights + tokens * call.row_bytes + made, 0),
+        Phase(
+            call.pairs * H * 2 * (own + call.value) * waste,
+            made + R * H * (2 * own + 8 * call.value + 8),
+            call.pairs / rows * H * 2 * (own + call.value),
+        ),
+    ]
+
+
+def cheaper_form(call: Call, chip: str | None) -> str:
+    """The form whose phases take fewer clocks; absorbed where the chip is unknown or the two are level."""
+    if chip is None:
+        return "absorbed"
+    clocks = {
+        form: sum(phase.clocks(chip, FLOPS_PER_BYTE[chip]) for phase in phases(call, form))
+        for form in ("absorbed", "expanded")
+    }
+    return min(clocks, key=clocks.__getitem__)
+
+
+def account(
+    call: Call, form: str, *, chip: str, entry: dict[str, Any], bytes_per_s: float, flops_per_s: float
+) -> Account:
+    """The account of the attention kernel of one form; projections and the making of keys are XLA's and left out.
+
+    Args:
+      entry: of the tuning table: configuration and what the compiler made of it.
+      bytes_per_s, flops_per_s: the chip's limits, published or measured.
+    """
+    config, evidence, found = entry["config"], entry["evidence"], CHIPS[chip]
+    phase = phases(call, form)[-1]
+    absorbed = form == "absorbed"
+    lines = config["block_lines"] if absorbed else min(config["block_rows"], call.tile)
+    columns, value = (
+        (call.latent + call.rotary, call.latent) if absorbed else (call.nope + call.rotary, call.value)
+    )
+    block = config["block_tokens"]
+    programs = -(-call.tile * call.heads // lines)  # of a tile; heads are apart in the expanded form, and fill it alike
+    blocks = call.pairs / call.tile / block * programs
+    clock = flops_per_s / found.sms / found.flops_per_clock
+    products = 2 * lines * block * (columns + value) / (found.flops_per_clock * RATE[evidence["mma"]])
+    softmax = lines * block / EXPONENTIALS_PER_CLOCK + lines * value / FLOATS_PER_CLOCK
+    clocks = max(products, softmax) if evidence["blocks_per_sm"] > 1 else products + softmax
+    read = call.row_bytes if absorbed else 2 * (columns + value)
+    l2_s = blocks * block * read / (L2_BYTES_PER_CLOCK * clock)
+    flops = round(2 * call.heads * call.pairs * (columns + value))
+    return Account(
+        bytes=round(phase.bytes),
+        flops=flops,
+        limit_s=max(phase.bytes / bytes_per_s, flops / flops_per_s),
+        memory_s=max(phase.bytes / bytes_per_s, l2_s),
+        compute_s=blocks * clocks / (found.sms * clock),
+        blocks_per_sm=evidence["blocks_per_sm"],
+        under_way_bytes=evidence["blocks_per_sm"] * (config["stages"] - 1) * block * read,
+        wanted_bytes=0,
+    )

@@ -1,4 +1,4 @@
-"""The absorbed form: queries meet the latents themselves, so every head of a tile's rows shares one read of its keys."""
+"""The absorbed form: queries meet the latents themselves, so all heads of a tile's rows share one read of its keys."""
 
 from typing import Any
 

@@ -39,9 +39,7 @@ class Phase(NamedTuple):
     def clocks(self, chip: str, flops_per_byte: float) -> float:
         """Of the chip, at the rate of its tensor cores."""
         per_clock = CHIPS[chip].sms * CHIPS[chip].flops_per_clock
-        return max(
-            self.flops / per_clock, self.bytes * flops_per_byte / per_clock, self.l2_bytes / L2_BYTES_PER_CLOCK
-        )
+        return max(self.flops / per_clock, self.bytes * flops_per_byte / per_clock, self.l2_bytes / L2_BYTES_PER_CLOCK)
 
 
 @final
@@ -131,9 +129,7 @@ def account(
     phase = phases(call, form)[-1]
     absorbed = form == "absorbed"
     lines = config["block_lines"] if absorbed else min(config["block_rows"], call.tile)
-    columns, value = (
-        (call.latent + call.rotary, call.latent) if absorbed else (call.nope + call.rotary, call.value)
-    )
+    columns, value = (call.latent + call.rotary, call.latent) if absorbed else (call.nope + call.rotary, call.value)
     block = config["block_tokens"]
     programs = -(-call.tile * call.heads // lines)  # of a tile; heads are apart in the expanded form, and fill it alike
     blocks = call.pairs / call.tile / block * programs

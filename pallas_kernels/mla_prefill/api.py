@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chip import CHIPS, this_chip
+from pallas_kernels.chip import CHIPS, target_name
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_prefill import absorbed, expanded, ref
 from pallas_kernels.mla_prefill.account import Call, cheaper_form
@@ -69,7 +69,7 @@ def mla_prefill(
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
     _check(q, pool, pages, seen, tile, value_width, sequence, w_uk, w_uv, form)
-    target = _target(chip)
+    target = target_name(chip)
     tiles = seen.shape[0] // tile
     own = jnp.arange(tiles, dtype=jnp.int32) if sequence is None else sequence
     if w_uk is None or w_uv is None:
@@ -94,9 +94,7 @@ def mla_prefill(
     def triton() -> tuple[jax.Array, jax.Array]:
         how = chosen()
         if taken == "expanded":
-            return expanded.attend(
-                q, pool, pages, own, seen, w_uk, w_uv, tile=tile, config=how, interpret=interpret
-            )
+            return expanded.attend(q, pool, pages, own, seen, w_uk, w_uv, tile=tile, config=how, interpret=interpret)
         queries = q if w_uk is None else ref.absorb(q, w_uk)
         out, lse = absorbed.attend(
             queries, pool, pages[own], seen, tile=tile, value_width=value_width, config=how, interpret=interpret
@@ -110,15 +108,6 @@ def mla_prefill(
 
     order = ("ref",) if target is None else BACKENDS
     return run_first("mla_prefill", {"triton": triton, "ref": reference}, order, backend)()
-
-
-def _target(chip: str | None) -> str | None:
-    if chip is None:
-        found = this_chip()
-        return found.name if found else None
-    if chip not in CHIPS:
-        raise ValueError(f"no chip {chip!r} is known; known are: {', '.join(CHIPS)}.")
-    return chip
 
 
 def _check(
@@ -144,5 +133,5 @@ def _check(
     if width != wanted:
         raise ValueError(f"queries of {D} columns need {pool.dtype} rows of {wanted}, but the pool's have {width}.")
     tiles = pages.shape[0] if sequence is None else sequence.shape[0]
-    if R != tiles * tile or seen.shape != (R,):
+    if tiles * tile != R or seen.shape != (R,):
         raise ValueError(f"{tiles} tiles of {tile} rows, but {R} queries and {seen.shape[0]} counts of what they see.")

@@ -2,8 +2,8 @@
 
 A key of a head costs 2 C (N + V) FLOPs to make, once for all the rows of its sequence; a row's logit and value then
 take 2 (N + R + V) instead of the absorbed 2 (2 C + R). XLA makes them, outside the kernel: a program of the kernel has
-one head and a block of rows, and would make them again for every such block, while one matrix product makes them once at
-the full rate. The keys of all sequences go into chunks of one size, block after block, so that no sequence's end is
+one head and a block of rows, and would make them again for every such block, while one matrix product makes them once
+at the full rate. The keys of all sequences go into chunks of one size, block after block, so that no sequence's end is
 padded by more than a block, and one program serves every mix of lengths; the parts are merged as they come.
 """
 
@@ -63,9 +63,7 @@ def attend(
     seen_TQ = seen.reshape(T, tile)
     held = jax.ops.segment_max(seen_TQ.max(1), sequence, S).clip(0)  # the tokens of a sequence that anybody sees
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-held // L)).astype(jnp.int32)])
-    call = _flash(
-        (rows, H, V), (T, tile // M), (N, rotary), M=M, config=config, blocks=blocks, interpret=interpret
-    )
+    call = _flash((rows, H, V), (T, tile // M), (N, rotary), M=M, config=config, blocks=blocks, interpret=interpret)
     q, w_uk, w_uv = q.astype(cast), w_uk.astype(cast), w_uv.astype(cast)
 
     def chunk(c: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -87,7 +85,7 @@ def _gather(
     """[blocks * L, D]: the rows of `blocks` blocks from `begin` of all sequences' blocks; zeros beyond a sequence."""
     block = begin + jnp.arange(blocks, dtype=jnp.int32)
     s = jnp.clip(jnp.searchsorted(first, block, side="right").astype(jnp.int32) - 1, 0, pages.shape[0] - 1)
-    token = (block - first[s])[:, None] * L + jnp.arange(L, dtype=jnp.int32)
+    token = (block - first[s])[:, None] * L + jnp.arange(L, dtype=jnp.int32)[None]
     some = (token < held[s][:, None]).reshape(-1)
     at = jnp.minimum(token // pool.shape[1], pages.shape[1] - 1)
     own = pool[pages[s[:, None], at], token % pool.shape[1]].reshape(blocks * L, -1)

@@ -19,9 +19,7 @@ def attend(
         pool, pages = unpack_fp8(pool[pages.reshape(-1)], value_width), jnp.arange(pages.size).reshape(pages.shape)
     tiles = pages.shape[0]
     table = PageTable(pages, seen.reshape(tiles, tile).max(1), jnp.zeros(tiles, jnp.int32))
-    return ref.attend(
-        q, seen - 1, pool, table, decode=0, tile=tile, value_width=value_width, shares=1, interleave=1
-    )
+    return ref.attend(q, seen - 1, pool, table, decode=0, tile=tile, value_width=value_width, shares=1, interleave=1)
 
 
 def absorb(q: jax.Array, w_uk: jax.Array) -> jax.Array:

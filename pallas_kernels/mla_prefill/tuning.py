@@ -20,5 +20,5 @@ def config_for(chip: str, form: str, rows: str, heads: int, tile: int) -> Any:
 
 
 def lines_of(form: str, heads: int, tile: int) -> int:
-    """Query lines of a tile that share keys: rows of all heads where those are latents, of one where they are its own."""
+    """Query lines of a tile that share keys: rows times heads of latents, rows where each head has its own."""
     return tile if form == "expanded" else tile * heads

@@ -14,7 +14,7 @@ ahead by FLOPs from 171 rows on, and with no history but the rows themselves alw
 expand as rows to absorb.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 from pallas_kernels.chip import CHIPS
@@ -23,16 +23,16 @@ from pallas_kernels.mla_decode.formats import fp8_row_bytes
 
 # Of the whole chip. The A100's white paper's; of its successors nothing is published: an assumption, to be measured.
 L2_BYTES_PER_CLOCK = 5120
-# Of HBM against the tensor cores' BF16 rate, by the data sheets: their ratio is all that the choice of a form needs.
-FLOPS_PER_BYTE = {"h100": 9.89e14 / 3.35e12, "h200": 9.89e14 / 4.8e12, "b200": 2.25e15 / 8e12}
-LINES = 64  # of a program of the absorbed form; as many rows of a head of the expanded one take twice as many
-ROWS = 128
+# Of HBM against the tensor cores' BF16 rate, by data sheets (configs/hardware): their ratio is all that the choice of a form needs.
+FLOPS_PER_BYTE = {"h100": 9.89e14 / 3.35e12, "h200": 9.89e14 / 4.8e12, "b200": 2.25e15 / 7.67232e12}
+LINES = 64  # that a program of the absorbed form takes at most, and wgmma and tcgen05 at least
+ROWS = 128  # of one head, that a program of the expanded form takes at most
 
 
 class Phase(NamedTuple):
     """What one kernel asks of a chip."""
 
-    flops: float  # that are issued, padding included
+    flops: float  # that are issued, padding included, over the rate of their instruction
     bytes: float  # that cross HBM
     l2_bytes: float  # that programs read
 
@@ -75,14 +75,25 @@ class Call:
         return 2 * self.heads * self.latent * (self.nope + self.value)
 
 
+def rate_of(lines: int) -> float:
+    """Of the tensor cores' rate: products of fewer than LINES lines are mma.sync's."""
+    return RATE["mma.sync"] if lines < LINES else 1.0
+
+
+def block_of(lines: int) -> int:
+    """Lines of a program that has so many to choose among: what a tensor core's product takes, up to LINES."""
+    return min(LINES, max(16, 1 << (lines - 1).bit_length()))
+
+
 def phases(call: Call, form: str) -> list[Phase]:
     """What a call asks, kernel by kernel."""
     H, R, tokens = call.heads, call.rows, call.sequences * call.keys
     own, latents = call.nope + call.rotary, call.latent + call.rotary
     weights = 2 * H * call.latent * (call.nope + call.value)
     if form == "absorbed":
-        blocks = -(-call.tile * H // LINES)  # of lines, per tile
-        attended = call.pairs / call.tile * blocks * LINES * 2 * (latents + call.latent)
+        block = block_of(call.tile * H)
+        blocks = -(-call.tile * H // block)  # per tile
+        attended = call.pairs / call.tile * blocks * block * 2 * (latents + call.latent) / rate_of(block)
         project_bytes = weights + R * H * (2 * own + 2 * latents + 4 * call.latent + 4 * call.value)
         return [
             Phase(R * call.projection_flops, project_bytes, 0),
@@ -93,12 +104,12 @@ def phases(call: Call, form: str) -> list[Phase]:
             ),
         ]
     rows = min(ROWS, call.tile)  # of a program
-    waste = max(1.0, LINES / rows)  # a product has at least so many
+    attended = call.pairs * H * 2 * (own + call.value) / rate_of(rows)
     made = 2 * tokens * (H * (call.nope + call.value) + call.rotary)
     return [
         Phase(tokens * call.projection_flops, weights + tokens * call.row_bytes + made, 0),
         Phase(
-            call.pairs * H * 2 * (own + call.value) * waste,
+            attended,
             made + R * H * (2 * own + 8 * call.value + 8),
             call.pairs / rows * H * 2 * (own + call.value),
         ),
@@ -114,6 +125,20 @@ def cheaper_form(call: Call, chip: str | None) -> str:
         for form in ("absorbed", "expanded")
     }
     return min(clocks, key=clocks.__getitem__)
+
+
+def tiles_or_rows(call: Call, chip: str) -> str:
+    """Whether rows of a tile are cheaper together ("tiles", `mla_prefill`) or each for itself ("rows", `mla_decode`).
+
+    With 64 heads and more, products and reads through L2 are level, for a row's own heads fill a program; a tile then
+    still writes its page table and merges its parts once, so level is "tiles". With fewer, rows share what they read.
+    """
+    if call.tile == 1:
+        return "rows"  # the kernel for it
+    together, apart = (
+        phases(each, "absorbed")[-1].clocks(chip, FLOPS_PER_BYTE[chip]) for each in (call, replace(call, tile=1))
+    )
+    return "tiles" if together <= apart else "rows"
 
 
 def account(

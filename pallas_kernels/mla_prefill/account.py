@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 from pallas_kernels.chip import CHIPS
-from pallas_kernels.mla_decode.account import EXPONENTIALS_PER_CLOCK, FLOATS_PER_CLOCK, RATE, Account
+from pallas_kernels.mla_decode.account import RATE, Account
 from pallas_kernels.mla_decode.formats import fp8_row_bytes
+from pallas_kernels.tile_account import L2_BYTES_PER_CLOCK, tile_account
 
-# Of the whole chip. The A100's white paper's; of its successors nothing is published: an assumption, to be measured.
-L2_BYTES_PER_CLOCK = 5120
-# Of HBM against the tensor cores' BF16 rate, by data sheets (configs/hardware): their ratio is all that the choice of a form needs.
+# The tensor cores' BF16 rate over HBM's, by data sheets: their ratio is all that the choice of a form needs.
 FLOPS_PER_BYTE = {"h100": 9.89e14 / 3.35e12, "h200": 9.89e14 / 4.8e12, "b200": 2.25e15 / 7.67232e12}
 LINES = 64  # that a program of the absorbed form takes at most, and wgmma and tcgen05 at least
 ROWS = 128  # of one head, that a program of the expanded form takes at most
@@ -150,28 +149,20 @@ def account(
       entry: of the tuning table: configuration and what the compiler made of it.
       bytes_per_s, flops_per_s: the chip's limits, published or measured.
     """
-    config, evidence, found = entry["config"], entry["evidence"], CHIPS[chip]
-    phase = phases(call, form)[-1]
-    absorbed = form == "absorbed"
-    lines = config["block_lines"] if absorbed else min(config["block_rows"], call.tile)
+    phase, absorbed = phases(call, form)[-1], form == "absorbed"
+    lines = entry["config"]["block_lines"] if absorbed else min(entry["config"]["block_rows"], call.tile)
     columns, value = (call.latent + call.rotary, call.latent) if absorbed else (call.nope + call.rotary, call.value)
-    block = config["block_tokens"]
-    programs = -(-call.tile * call.heads // lines)  # of a tile; heads are apart in the expanded form, and fill it alike
-    blocks = call.pairs / call.tile / block * programs
-    clock = flops_per_s / found.sms / found.flops_per_clock
-    products = 2 * lines * block * (columns + value) / (found.flops_per_clock * RATE[evidence["mma"]])
-    softmax = lines * block / EXPONENTIALS_PER_CLOCK + lines * value / FLOATS_PER_CLOCK
-    clocks = max(products, softmax) if evidence["blocks_per_sm"] > 1 else products + softmax
-    read = call.row_bytes if absorbed else 2 * (columns + value)
-    l2_s = blocks * block * read / (L2_BYTES_PER_CLOCK * clock)
-    flops = round(2 * call.heads * call.pairs * (columns + value))
-    return Account(
-        bytes=round(phase.bytes),
-        flops=flops,
-        limit_s=max(phase.bytes / bytes_per_s, flops / flops_per_s),
-        memory_s=max(phase.bytes / bytes_per_s, l2_s),
-        compute_s=blocks * clocks / (found.sms * clock),
-        blocks_per_sm=evidence["blocks_per_sm"],
-        under_way_bytes=evidence["blocks_per_sm"] * (config["stages"] - 1) * block * read,
-        wanted_bytes=0,
+    programs = -(-call.tile * call.heads // lines)  # of a tile; each of its heads has its own in the expanded form
+    return tile_account(
+        chip=chip,
+        entry=entry,
+        lines=lines,
+        columns=columns,
+        value_width=value,
+        token_bytes=call.row_bytes if absorbed else 2 * (columns + value),
+        program_tokens=call.pairs / call.tile * programs,
+        hbm_bytes=phase.bytes,
+        flops=2 * call.heads * call.pairs * (columns + value),
+        bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
     )

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.gqa_attention.account import account as gqa
 from pallas_kernels.mla_decode.account import RATE
 from pallas_kernels.mla_prefill.account import (
     FLOPS_PER_BYTE,
-    L2_BYTES_PER_CLOCK,
     Call,
     account,
     cheaper_form,
     phases,
     tiles_or_rows,
 )
+from pallas_kernels.tile_account import L2_BYTES_PER_CLOCK
 from pallas_kernels.tuning import table
 from splash_jax.cost import load_hardware
 
@@ -92,4 +93,18 @@ def test_every_entry_of_the_table_has_an_account(chip):
         width = 576 + 512 if entry["backend"] == "absorbed" else 192 + 128
         assert found.flops == 2 * 16 * round(call.pairs) * width
         assert found.limit_s == pytest.approx(found.flops / hardware.bf16_flops_per_s), "prefill is bound by compute"
+        assert 0.2 < found.expected_share <= 1.0, entry
+
+
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+def test_shared_key_heads_have_an_account(chip):
+    hardware = load_hardware(chip)
+    limits = {"bytes_per_s": hardware.hbm_bytes_per_s, "flops_per_s": hardware.bf16_flops_per_s}
+    for entry in table("gqa_attention")[chip]:
+        width, rows = int(entry["rows"].removeprefix("bf16-")), max(1, entry["heads"] // 8)
+        call = {"tokens": 64 * 8192, "pairs": 64 * 8192 * rows, "rows": 64 * rows, "tile": rows, "heads": 64}
+        found = gqa(**call, groups=8, width=width, chip=chip, entry=entry, **limits)
+        assert found.bytes == 64 * 8192 * 8 * 2 * width * 2 + 64 * rows * 64 * (6 * width + 4)
+        assert found.flops == 2 * 64 * call["pairs"] * 2 * width
+        assert found.bound == ("memory" if rows == 1 else "compute")
         assert 0.2 < found.expected_share <= 1.0, entry

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,17 @@ from pallas_kernels.mla_decode.work import WAVES, Work, split_work
 LOG2E = math.log2(math.e)
 FLOOR = -1e30  # below every logit, so that a line that sees nothing keeps a finite maximum
 
-# (pools, key head, page, slot, which tokens to read) to the keys in parts, [L, width] each, and the values [L, V].
-Read = Callable[[list[Any], jax.Array, jax.Array, jax.Array, jax.Array], tuple[tuple[jax.Array, ...], jax.Array]]
+
+class Part(NamedTuple):
+    """Some columns of a block of keys or values. Scales are applied to logits and probabilities, which are fewer."""
+
+    rows_LC: jax.Array
+    scale_L: jax.Array | None = None
+
+
+Parts = list[Part]
+# (pools, key head, page, slot, which tokens to read) to a block's keys and values.
+Read = Callable[[list[Any], jax.Array, jax.Array, jax.Array, jax.Array], tuple[Parts, Parts]]
 
 
 @final
@@ -70,7 +79,7 @@ def attend_tiles(
     *,
     read: Read,
     widths: tuple[int, ...],
-    value_width: int,
+    value_widths: tuple[int, ...],
     config: TileConfig,
     name: str,
     interpret: bool,
@@ -82,12 +91,12 @@ def attend_tiles(
       pools: what `read` reads, pages and slots leading.
       pages: i32[T, W]: of the tile's sequence.
       seen: i32[T, rows of a tile]: how many of the sequence's first tokens a row sees; 0 for padding.
-      widths: of the parts of D that `read` gives the keys in.
+      widths, value_widths: of the parts that `read` gives keys and values in.
 
     Returns f32[T, G, N, V] and its log-sum-exp, base e, f32[T, G, N]; (0, -inf) for lines that see nothing.
     """
     T, G, N, D = q_TGND.shape
-    M = config.block_lines
+    M, value_width = config.block_lines, sum(value_widths)
     padded = -(-N // M) * M
     q = jnp.pad(q_TGND, ((0, 0), (0, 0), (0, padded - N), (0, 0))).reshape(T, G * padded, D)
     longest = seen.max(1)
@@ -98,7 +107,7 @@ def attend_tiles(
     if split:
         shapes += [(count, *shape[1:]) for shape in shapes]
     kernel = functools.partial(
-        _kernel, read=read, widths=widths, value_width=value_width, heads=N // seen.shape[1], lines=N,
+        _kernel, read=read, widths=widths, value_widths=value_widths, heads=N // seen.shape[1], lines=N,
         page_size=pools[0].shape[1], config=config, pools=len(pools),
     )  # fmt: skip
     found = pl.pallas_call(
@@ -114,8 +123,8 @@ def attend_tiles(
 
 
 def _kernel(
-    items: Any, pages: Any, seen: Any, q: Any, *refs: Any, read: Read, widths: tuple[int, ...], value_width: int,
-    heads: int, lines: int, page_size: int, config: TileConfig, pools: int,
+    items: Any, pages: Any, seen: Any, q: Any, *refs: Any, read: Read, widths: tuple[int, ...],
+    value_widths: tuple[int, ...], heads: int, lines: int, page_size: int, config: TileConfig, pools: int,
 ) -> None:  # fmt: skip
     inputs, (out, lse, *parts) = list(refs[:pools]), refs[pools:]
     M, L = config.block_lines, config.block_tokens
@@ -129,20 +138,20 @@ def _kernel(
     limit_M = pltriton.load(seen.at[at, jnp.where(mine, line // heads, 0)], mask=mine, other=0)
     length = limit_M.max(0)
     tokens = lax.broadcasted_iota(jnp.int32, (L,), 0)
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    queries = [pltriton.load(q.at[at, own, pl.ds(a, w)]) for a, w in zip(starts, widths, strict=True)]
+    queries = [pltriton.load(q.at[at, own, columns]) for columns in slices(widths)]
 
-    def keys(i: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def keys(i: jax.Array) -> tuple[Parts, Parts]:
         token = i * L + tokens
         some = token < length
         page = pltriton.load(pages.at[at, token // page_size], mask=some, other=0)
         return read(inputs, lax.div(block, per_group), page, lax.rem(token, page_size), some)
 
     end = jnp.minimum(end, lax.div(length + L - 1, L))
-    acc, item_lse = online_softmax(queries, keys, limit_M, begin, end, tokens, value_width)
+    accs, item_lse = online_softmax(queries, keys, limit_M, begin, end, tokens, value_widths)
 
     def store(to: Any, to_lse: Any, place: jax.Array) -> None:
-        pltriton.store(to.at[place, own, pl.ds(0, value_width)], acc)
+        for columns, acc in zip(slices(value_widths), accs, strict=True):
+            pltriton.store(to.at[place, own, columns], acc)
         pltriton.store(to_lse.at[place, own], item_lse)
 
     if parts:
@@ -152,35 +161,50 @@ def _kernel(
         store(out, lse, at)
 
 
+def slices(widths: tuple[int, ...]) -> list[Any]:
+    """Columns of each of several parts that lie side by side."""
+    return [pl.ds(sum(widths[:i]), width) for i, width in enumerate(widths)]
+
+
 def online_softmax(
     queries: list[jax.Array],
-    keys: Callable[[jax.Array], tuple[tuple[jax.Array, ...], jax.Array]],
+    keys: Callable[[jax.Array], tuple[Parts, Parts]],
     limit_M: jax.Array,
     begin: jax.Array,
     end: jax.Array,
     tokens: jax.Array,
-    value_width: int,
-) -> tuple[jax.Array, jax.Array]:
-    """f32[M, V] and base-e f32[M]: lines of scaled queries, in parts, over the blocks [begin, end) of i32[L] tokens.
+    value_widths: tuple[int, ...],
+) -> tuple[list[jax.Array], jax.Array]:
+    """Lines of scaled queries, in parts, over the blocks [begin, end) of i32[L] tokens: f32[M, width] and f32[M].
 
-    `keys(i)` gives block i in the same parts, and its values; a line sees the tokens below its `limit_M`.
+    `keys(i)` gives block i's keys in the same parts, and its values; a line sees the tokens below its `limit_M`.
     """
     (M,), (L,) = limit_M.shape, tokens.shape
 
     def block(i: jax.Array, carry: Any) -> Any:
-        top, total, acc = carry
-        parts, v_LV = keys(i)
-        logits = functools.reduce(operator.add, (pltriton.dot(q, k.T) for q, k in zip(queries, parts, strict=True)))
+        top, total, accs = carry
+        k_parts, v_parts = keys(i)
+        scored = (scaled(pltriton.dot(q, k.rows_LC.T), k.scale_L) for q, k in zip(queries, k_parts, strict=True))
+        logits = functools.reduce(operator.add, scored)
         logits = jnp.where((i * L + tokens)[None] < limit_M[:, None], logits * LOG2E, -jnp.inf)
         new_top = jnp.maximum(top, logits.max(1))
         p = jnp.exp2(logits - new_top[:, None])
         scale = jnp.exp2(top - new_top)
-        acc = acc * scale[:, None] + pltriton.dot(p.astype(v_LV.dtype), v_LV)
-        return new_top, total * scale + p.sum(1), acc
+        accs = [
+            acc * scale[:, None] + pltriton.dot(scaled(p, v.scale_L).astype(v.rows_LC.dtype), v.rows_LC)
+            for acc, v in zip(accs, v_parts, strict=True)
+        ]
+        return new_top, total * scale + p.sum(1), accs
 
     zero = jnp.zeros((M,), jnp.float32)
-    start = (jnp.full_like(zero, FLOOR), zero, jnp.zeros((M, value_width), jnp.float32))
-    top, total, acc = lax.fori_loop(begin, end, block, start)
+    start = (jnp.full_like(zero, FLOOR), zero, [jnp.zeros((M, width), jnp.float32) for width in value_widths])
+    top, total, accs = lax.fori_loop(begin, end, block, start)
     some = total != 0  # a NaN is no empty line: it stays a NaN, so that damage shows
     safe = jnp.where(some, total, 1.0)
-    return acc * (1.0 / safe)[:, None], jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
+    lse = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
+    return [acc * (1.0 / safe)[:, None] for acc in accs], lse
+
+
+def scaled(x_ML: jax.Array, scale_L: jax.Array | None) -> jax.Array:
+    """Columns times their scales, if they have any."""
+    return x_ML if scale_L is None else x_ML * scale_L[None]

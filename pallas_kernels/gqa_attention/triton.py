@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.mla_decode.triton import load_rows
-from pallas_kernels.tiles import TileConfig, attend_tiles, check_sizes
+from pallas_kernels.tiles import Part, TileConfig, attend_tiles, check_sizes
 
 
 def attend(
@@ -26,11 +26,11 @@ def attend(
 
     def read(refs: list[Any], group: Any, page: Any, slot: Any, some: Any) -> Any:
         k_LD = load_rows(refs[0], page, slot, some, group * D, D)
-        return (k_LD,), load_rows(refs[1], page, slot, some, group * V, V)
+        return [Part(k_LD)], [Part(load_rows(refs[1], page, slot, some, group * V, V))]
 
     q_TGND = q.astype(keys.dtype).reshape(T, tile, G, H // G, D).swapaxes(1, 2).reshape(T, G, -1, D)
     out, lse = attend_tiles(
-        q_TGND, pools, pages, seen.reshape(T, tile), read=read, widths=(D,), value_width=V, config=config,
+        q_TGND, pools, pages, seen.reshape(T, tile), read=read, widths=(D,), value_widths=(V,), config=config,
         name="gqa_attention", interpret=interpret,
     )  # fmt: skip
 

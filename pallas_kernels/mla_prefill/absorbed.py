@@ -1,13 +1,18 @@
-"""The absorbed form: queries meet the latents themselves, so all heads of a tile's rows share one read of its keys."""
+"""The absorbed form: queries meet the latents themselves, so all heads of a tile's rows share one read of its keys.
 
+FP8 latents become BF16 as they are, which loses nothing; the scale of a token's 128 columns is applied to the logits
+and probabilities that they make.
+"""
+
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla_decode.formats import fp8_row_bytes, fp8_views, is_fp8
-from pallas_kernels.mla_decode.triton import fp8_rows, plain_rows
-from pallas_kernels.tiles import TileConfig, attend_tiles, check_sizes
+from pallas_kernels.mla_decode.formats import GROUP, fp8_row_bytes, fp8_views, is_fp8
+from pallas_kernels.mla_decode.triton import load_rows
+from pallas_kernels.tiles import Part, Parts, TileConfig, attend_tiles, check_sizes
 
 
 def attend(
@@ -32,14 +37,22 @@ def attend(
         pools, cast = (pool,), pool.dtype
     if cast == jnp.float32 and not interpret:
         raise NotImplementedError("float32 rows do not fit in shared memory: give BF16 or FP8 rows.")
-    rows = fp8_rows if is_fp8(pool) else plain_rows
+    parts = (GROUP,) * (value_width // GROUP) if is_fp8(pool) else (value_width,)
 
-    def read(refs: list[Any], _group: Any, page: Any, slot: Any, some: Any) -> Any:
-        k_V, k_R = rows(refs, page, slot, some, value_width, rotary)
-        return (k_V, k_R), k_V
+    def read(refs: list[Any], _group: Any, page: Any, slot: Any, some: Any) -> tuple[Parts, Parts]:
+        rows = functools.partial(load_rows, page=page, slot=slot, mask=some)
+        if not is_fp8(pool):
+            latent = [Part(rows(refs[0], first=0, width=value_width))]
+            return [*latent, Part(rows(refs[0], first=value_width, width=rotary))], latent
+        values, scales, rope = refs
+        latent = []
+        for group in range(len(parts)):
+            scale_L1 = rows(scales, first=value_width // 4 + group, width=1)
+            latent.append(Part(rows(values, first=group * GROUP, width=GROUP).astype(cast), scale_L1.reshape(-1)))
+        return [*latent, Part(rows(rope, first=(value_width + 4 * len(parts)) // 2, width=rotary))], latent
 
     out, lse = attend_tiles(
         q.astype(cast).reshape(T, 1, tile * H, D), pools, pages, seen.reshape(T, tile), read=read,
-        widths=(value_width, rotary), value_width=value_width, config=config, name="mla_prefill", interpret=interpret,
+        widths=(*parts, rotary), value_widths=parts, config=config, name="mla_prefill", interpret=interpret,
     )  # fmt: skip
     return out.reshape(R, H, value_width), lse.reshape(R, H)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.mla_decode.formats import is_fp8, unpack_fp8
-from pallas_kernels.tiles import check_sizes, online_softmax
+from pallas_kernels.tiles import Part, Parts, check_sizes, online_softmax
 
 
 @final
@@ -126,13 +126,14 @@ def _kernel(
     def _() -> None:
         queries = [pltriton.load(q.at[own, head, pl.ds(a, w)]) for a, w in ((0, N), (N, rotary))]
 
-        def keys(i: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        def keys(i: jax.Array) -> tuple[Parts, Parts]:
             at = pl.ds(i * L, L)
             k_LN = pltriton.load(k.at[head, at, pl.ds(0, N)])
             k_LR = pltriton.load(rope.at[at, pl.ds(0, rotary)])
-            return (k_LN, k_LR), pltriton.load(v.at[head, at, pl.ds(0, value_width)])
+            v_LV = pltriton.load(v.at[head, at, pl.ds(0, value_width)])
+            return [Part(k_LN), Part(k_LR)], [Part(v_LV)]
 
-        part, part_lse = online_softmax(queries, keys, limit_M + base * L, begin, end, tokens, value_width)
+        (part,), part_lse = online_softmax(queries, keys, limit_M + base * L, begin, end, tokens, (value_width,))
         before = pltriton.load(lse.at[own, head])
         top = jnp.maximum(jnp.maximum(before, part_lse), -1e30)
         old, new = jnp.exp(before - top), jnp.exp(part_lse - top)

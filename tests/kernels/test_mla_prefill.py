@@ -23,7 +23,7 @@ PROBLEMS = {
     "lines that fill no block": (Case(lengths=(), heads=3, page_size=8), Prompts(sequences=((20, 20), (41, 1)))),
     "one row a tile": (Case(lengths=(), heads=20), Prompts(sequences=((37, 2), (0, 0), (1, 1)), tile=1)),
     "fp8": (
-        Case(lengths=(), heads=4, latent=128, page_size=16, fp8=True),
+        Case(lengths=(), heads=4, latent=256, page_size=16, fp8=True),
         Prompts(sequences=((60, 20), (0, 0), (9, 9))),
     ),
 }

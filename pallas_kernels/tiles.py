@@ -156,7 +156,7 @@ def _kernel(
 
     if parts:
         pl.when((tile >= 0) & (alone == 1))(lambda: store(out, lse, at))
-        pl.when((tile >= 0) & (alone == 0))(lambda: store(*parts, item))
+        pl.when((tile >= 0) & (alone == 0))(lambda: store(parts[0], parts[1], item))
     else:
         store(out, lse, at)
 

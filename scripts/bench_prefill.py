@@ -97,7 +97,7 @@ DRY: list[Prefill | Shared] = [
 def prefill_rows(dry: bool, seconds_of: Callable[[list[Callable[[], Any]]], float]) -> Iterator[dict[str, Any]]:
     """One row per case; `seconds_of` times calls that take turns."""
     for case in DRY if dry else CASES:
-        run, check, found = (_prefill if isinstance(case, Prefill) else _shared)(case, dry)
+        run, check, found = _prefill(case, dry) if isinstance(case, Prefill) else _shared(case, dry)
         (out, lse), (want, want_lse) = run[0](), check()
         error = max(
             float(jnp.max(jnp.abs(got[-len(wanted) :] - wanted) / (1 + jnp.abs(wanted))))
@@ -176,7 +176,7 @@ def _shared(case: Shared, dry: bool) -> tuple[list[Callable[[], Any]], Callable[
 
 def _account(case: Prefill | Shared, chip: str) -> Any:
     hardware = load_hardware(chip)
-    limits = {"bytes_per_s": hardware.hbm_bytes_per_s, "flops_per_s": hardware.bf16_flops_per_s}
+    limits: dict[str, Any] = {"bytes_per_s": hardware.hbm_bytes_per_s, "flops_per_s": hardware.bf16_flops_per_s}
     if isinstance(case, Prefill):
         entry = mla_entry(chip, case.form, "fp8" if case.fp8 else "plain", case.heads, case.tile)
         return mla.account(case.call(512, 64, 128, 128), case.form, chip=chip, entry=entry, **limits)

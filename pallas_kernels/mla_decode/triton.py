@@ -110,7 +110,7 @@ def _item_kernel(
     at = jnp.maximum(row, 0)
     length = held[at]
     tokens = lax.broadcasted_iota(jnp.int32, (L,), 0)
-    read = fp8_rows if len(pools) == 3 else plain_rows
+    read = _fp8_rows if len(pools) == 3 else _plain_rows
     q_V = pltriton.load(q.at[at, heads, pl.ds(0, value_width)])
     q_R = pltriton.load(q.at[at, heads, pl.ds(value_width, rotary)])
 
@@ -155,14 +155,14 @@ def load_rows(pool: Any, page: jax.Array, slot: jax.Array, mask: jax.Array, firs
     return pltriton.load(at, mask=lax.broadcast_in_dim(mask, shape, (0,)), other=jnp.zeros((), pool.dtype))
 
 
-def plain_rows(
+def _plain_rows(
     pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
 ) -> tuple[jax.Array, jax.Array]:
     (pool,) = pools
     return load_rows(pool, page, slot, mask, 0, latent), load_rows(pool, page, slot, mask, latent, rotary)
 
 
-def fp8_rows(
+def _fp8_rows(
     pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
 ) -> tuple[jax.Array, jax.Array]:
     """In BF16; the product with the scale is rounded once."""

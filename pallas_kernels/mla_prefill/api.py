@@ -93,7 +93,7 @@ def mla_prefill(
 
     def triton() -> tuple[jax.Array, jax.Array]:
         how = chosen()
-        if taken == "expanded":
+        if taken == "expanded" and w_uk is not None and w_uv is not None:
             return expanded.attend(q, pool, pages, own, seen, w_uk, w_uv, tile=tile, config=how, interpret=interpret)
         queries = q if w_uk is None else ref.absorb(q, w_uk)
         out, lse = absorbed.attend(

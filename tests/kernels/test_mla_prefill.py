@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pallas_kernels.mla_prefill import ExpandedConfig, TileConfig, mla_prefill
-from pallas_kernels.mla_prefill.account import Call, cheaper_form
 from tests.kernels.mla_cases import TOLERANCE, Case, Given, reference, within
 from tests.kernels.tile_cases import Prompts, Tiles, make_tiles
 
@@ -52,8 +51,17 @@ def run(name: str, dtype: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(out), np.asarray(lse)
 
 
-@pytest.mark.parametrize("config", [SPLIT, pytest.param(WHOLE, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PROBLEMS)
+FAST = ("ragged", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, SPLIT) for name in FAST),
+        *(pytest.param(name, SPLIT, marks=pytest.mark.slow) for name in PROBLEMS if name not in FAST),
+        *(pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in PROBLEMS),
+    ],
+)
 def test_the_absorbed_form_is_softmax_attention(name, config):
     dtype = jnp.float32 if name == "ragged" else jnp.bfloat16
     got = run(name, dtype, backend="triton", config=config, interpret=True)
@@ -98,14 +106,13 @@ def run_with_weights(name: str, dtype: Any, **options: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ragged", pytest.param("a page is longer than a block", marks=pytest.mark.slow), "fp8"]
+    "name", ["ragged", *(pytest.param(n, marks=pytest.mark.slow) for n in ("a page is longer than a block", "fp8"))]
 )
 def test_the_expanded_form_is_softmax_attention(name):
     """Over several chunks, which begin and end inside sequences. BF16 rounds the keys once more than the absorbed."""
-    fp8 = PROBLEMS[name][0].fp8
     dtype = jnp.float32 if name == "ragged" else jnp.bfloat16
     got, want = run_with_weights(name, dtype, form="expanded", backend="triton", config=EXPANDED, interpret=True)
-    assert within(got, want, "float32" if dtype == jnp.float32 else "fp8"), fp8
+    assert within(got, want, "float32" if dtype == jnp.float32 else "fp8")
     assert (np.asarray(got[0])[problem(name)[1].seen == 0] == 0).all()
 
 
@@ -240,20 +247,3 @@ def test_float32_rows_go_to_the_reference_on_a_gpu():
     assert within(run("ragged", jnp.float32, chip="h200"), problem("ragged")[2], "float32")
     with pytest.raises(NotImplementedError, match="float32 rows do not fit in shared memory: give BF16 or FP8"):
         run("ragged", jnp.float32, chip="h200", backend="triton")
-
-
-DEEPSEEK = {"heads": 16, "latent": 512, "rotary": 64, "nope": 128, "value": 128, "fp8": False}
-
-
-def test_the_cheaper_form_follows_the_rows_that_share_a_history():
-    def form(rows: int, keys: int, tile: int) -> str:
-        return cheaper_form(Call(rows=rows, sequences=1, keys=keys, tile=tile, **DEEPSEEK), "h200")
-
-    assert form(16, 65536, 16) == "absorbed", "few rows do not pay for making the keys of a long history"
-    assert form(2048, 65536, 128) == "expanded"
-    assert form(2048, 2048, 128) == "expanded", "without a prefix as many keys are made as rows absorbed"
-    turn = next(
-        rows for rows in range(16, 2048, 16) if form(rows, 1 << 20, 16 * 8 if rows >= 128 else 16) == "expanded"
-    )
-    assert 128 <= turn <= 384, "FLOPs alone would say 171"
-    assert cheaper_form(Call(rows=2048, sequences=1, keys=2048, tile=128, **DEEPSEEK), None) == "absorbed"

@@ -1,6 +1,7 @@
 """Every tuned variant of prefill compiled for its GPU: the instructions it stands on are there, none got fatter."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.chip import CHIPS
-from pallas_kernels.compiled import KernelFacts
+from pallas_kernels.compiled import KernelFacts, ptxas_version
 from pallas_kernels.gqa_attention import gqa_attention
 from pallas_kernels.gqa_attention.tuning import entry_of as gqa_entry
 from pallas_kernels.mla_attention import PageTable, mla_attention
 from pallas_kernels.mla_prefill import mla_prefill
 from pallas_kernels.mla_prefill.tuning import entry_of
+from pallas_kernels.tuning import table
 from splash_jax.preflight.kernels import compile_kernels
 
 MMA = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"}
@@ -25,7 +27,7 @@ def check(chip: str, entry: dict[str, Any], kernel: KernelFacts) -> None:
     assert evidence["mma"] in {name for name in MMA if kernel.instructions[name]}
     assert kernel.instructions["cp.async.cg"], "the keys are not pipelined"
     assert kernel.threads == 32 * config["warps"] == evidence["threads"]
-    if evidence["jax"] == jax.__version__:
+    if (evidence["jax"], evidence["ptxas"]) == (jax.__version__, ptxas_version()):
         found = {"registers": kernel.registers, "spill_bytes": kernel.spills, "smem_bytes": kernel.smem}
         assert all(found[key] <= evidence[key] for key in found), (found, evidence)
     resident = CHIPS[chip].blocks_resident(registers=kernel.registers, smem=kernel.smem, threads=kernel.threads)
@@ -39,6 +41,15 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("op", ["mla_prefill", "gqa_attention"])
+def test_the_evidence_is_of_the_pinned_compilers(op):
+    pinned = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text(encoding="utf-8")
+    for entries in table(op).values():
+        for evidence in (entry["evidence"] for entry in entries):
+            assert f"\njax=={evidence['jax']};" in pinned
+            assert f"\nnvidia-cuda-nvcc=={evidence['ptxas']}." in pinned and evidence["spill_bytes"] == 0
 
 
 @pytest.mark.slow

@@ -125,8 +125,8 @@ def _prefill(case: Prefill, dry: bool) -> tuple[list[Callable[[], Any]], Callabl
     if case.fp8:
         pools = [jax.jit(partial(pack_fp8, latent=latent))(pool) for pool in pools]
     q = _normal(9, case.rows, case.heads, nope + rotary, scale=(nope + rotary) ** -0.5)
-    w_uk = _normal(10, case.heads, nope, latent, scale=latent**-0.5)
-    w_uv = _normal(11, case.heads, latent, value, scale=latent**-0.5)
+    w_uk = _normal(10, case.heads, latent, nope, scale=latent**-0.5)
+    w_uv = _normal(11, case.heads, value, latent, scale=latent**-0.5)
     seen = np.arange(case.keys - case.rows, case.keys, dtype=np.int32) + 1
     tiles = case.rows // case.tile
     how: dict[str, Any] = {"form": case.form, "backend": "triton", "interpret": dry, "value_width": latent}

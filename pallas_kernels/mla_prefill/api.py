@@ -54,8 +54,8 @@ def mla_prefill(
       value_width: C.
       sequence: i32[T]: the row of `pages` of each tile; None where every tile has its own, S = T. The expanded form
         makes the keys of a sequence once for all the tiles that name it.
-      w_uk, w_uv: [H, N, C] and [H, C, V]: how a head's keys and values are made of latents. Without them only the
-        absorbed form is possible.
+      w_uk, w_uv: [H, C, N] and [H, V, C], as `models.mla` has them: how a head's keys and values are made of latents.
+        Without them only the absorbed form is possible.
       form: "absorbed" (all heads over the latents) or "expanded" (keys and values made per head, then narrower
         attention); None takes `account.cheaper_form`'s with the weights, else "absorbed".
       expected_keys: tokens of a sequence that the rule counts on; None is as many as `pages` has room for.
@@ -79,7 +79,7 @@ def mla_prefill(
     else:
         call = Call(
             rows=q.shape[0], sequences=pages.shape[0], tile=tile, heads=q.shape[1], latent=value_width,
-            rotary=q.shape[-1] - w_uk.shape[1], nope=w_uk.shape[1], value=w_uv.shape[-1], fp8=is_fp8(pool),
+            rotary=q.shape[-1] - w_uk.shape[-1], nope=w_uk.shape[-1], value=w_uv.shape[1], fp8=is_fp8(pool),
             keys=expected_keys or pages.shape[1] * pool.shape[1],
         )  # fmt: skip
         taken = cheaper_form(call, target)
@@ -120,11 +120,11 @@ def _check(
     if form is not None and form not in FORMS:
         raise ValueError(f"mla_prefill has no form {form!r}; it has: {', '.join(FORMS)}.")
     if w_uk is not None and w_uv is not None:
-        if w_uk.shape[::2] != (H, value_width) or w_uv.shape[:2] != (H, value_width):
+        if w_uk.shape[:2] != (H, value_width) or w_uv.shape[::2] != (H, value_width):
             raise ValueError(
                 f"{H} heads and {value_width} latent columns, but w_uk of {w_uk.shape} and w_uv of {w_uv.shape}."
             )
-        D = value_width + D - w_uk.shape[1]
+        D = value_width + D - w_uk.shape[-1]
     elif form == "expanded":
         raise ValueError("the expanded form makes keys and values of the latents: give w_uk and w_uv.")
     if not 0 < value_width < D:

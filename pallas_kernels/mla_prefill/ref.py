@@ -23,12 +23,16 @@ def attend(
 
 
 def absorb(q: jax.Array, w_uk: jax.Array) -> jax.Array:
-    """[R, H, N + R'] with [H, N, C] to absorbed queries [R, H, C + R'], summed in float32."""
-    n = w_uk.shape[1]
-    latent = jnp.einsum("rhn,hnc->rhc", q[..., :n], w_uk, preferred_element_type=jnp.float32)
-    return jnp.concatenate([latent.astype(q.dtype), q[..., n:]], -1)
+    """[R, H, N + E] with [H, C, N] to absorbed queries [R, H, C + E]."""
+    n = w_uk.shape[-1]
+    return jnp.concatenate([by_head(q[..., :n], w_uk).astype(q.dtype), q[..., n:]], -1)
 
 
 def unabsorb(out: jax.Array, w_uv: jax.Array) -> jax.Array:
-    """Attention over latents f32[R, H, C] with [H, C, V] to f32[R, H, V]."""
-    return jnp.einsum("rhc,hcv->rhv", out.astype(w_uv.dtype), w_uv, preferred_element_type=jnp.float32)
+    """Attention over latents f32[R, H, C] with [H, V, C] to f32[R, H, V]."""
+    return by_head(out.astype(w_uv.dtype), w_uv)
+
+
+def by_head(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[R, H, i] times [H, o, i], head by head: f32[R, H, o]."""
+    return jnp.einsum("rhi,hoi->rho", x, w, preferred_element_type=jnp.float32)

@@ -79,17 +79,17 @@ def test_ref_is_softmax_attention(name):
 def weights(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Exact in bfloat16, sized so that a head's keys have about the latents' spread."""
     rng = np.random.default_rng(7)
-    w_uk = rng.normal(0, case.latent**-0.5, (case.heads, NOPE, case.latent))
-    w_uv = rng.normal(0, case.latent**-0.5, (case.heads, case.latent, VALUE))
+    w_uk = rng.normal(0, case.latent**-0.5, (case.heads, case.latent, NOPE))
+    w_uv = rng.normal(0, case.latent**-0.5, (case.heads, VALUE, case.latent))
     return tuple(np.array(jnp.asarray(w, jnp.bfloat16).astype(jnp.float32)) for w in (w_uk, w_uv))
 
 
 def expanded_reference(case: Case, given: Given, w_uk: np.ndarray, w_uv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The absorbed attention of float64 between float64 projections."""
     q = given.q.astype(np.float64)
-    latent = np.einsum("rhn,hnc->rhc", q[..., :NOPE], w_uk.astype(np.float64))
+    latent = np.einsum("rhn,hcn->rhc", q[..., :NOPE], w_uk.astype(np.float64))
     out, lse = reference(case, given._replace(q=np.concatenate([latent, q[..., NOPE:]], -1)))
-    return np.einsum("rhc,hcv->rhv", out, w_uv.astype(np.float64)), lse
+    return np.einsum("rhc,hvc->rhv", out, w_uv.astype(np.float64)), lse
 
 
 def run_with_weights(name: str, dtype: Any, **options: Any) -> tuple[Any, Any]:
@@ -219,12 +219,12 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({}, {"value_width": 48}, ValueError, "latent width 48 is not inside the row of 48 columns"),
         ({}, {"form": "dense"}, ValueError, "mla_prefill has no form 'dense'; it has: absorbed, expanded"),
         ({}, {"form": "expanded"}, ValueError, "makes keys and values of the latents: give w_uk and w_uv"),
-        ({"w_uk": (4, 16, 32)}, {}, ValueError, "w_uk and w_uv go together: one of them is missing"),
+        ({"w_uk": (4, 32, 16)}, {}, ValueError, "w_uk and w_uv go together: one of them is missing"),
         (
-            {"w_uk": (4, 16, 24), "w_uv": (4, 24, 16)},
+            {"w_uk": (4, 24, 16), "w_uv": (4, 16, 24)},
             {},
             ValueError,
-            r"4 heads and 32 latent columns, but w_uk of \(4, 16, 24\) and w_uv of \(4, 24, 16\)",
+            r"4 heads and 32 latent columns, but w_uk of \(4, 24, 16\) and w_uv of \(4, 16, 24\)",
         ),
         ({}, {"backend": "cuda"}, ValueError, "mla_prefill has no backend 'cuda'; it has: triton, ref"),
         ({}, {"chip": "v5e"}, ValueError, "no chip 'v5e' is known; known are: h100, h200, b200"),

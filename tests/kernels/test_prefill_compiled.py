@@ -74,7 +74,7 @@ def test_the_expanded_form_compiles_to_what_the_table_says(chip, tile):
 
     kernels = compile_kernels(
         chip, prefill, bf16(8 * tile, 16, 192), bf16(1000, 64, 576), i32(2, 128), i32(8 * tile), i32(8),
-        bf16(16, 128, 512), bf16(16, 512, 128),
+        bf16(16, 512, 128), bf16(16, 128, 512),
     )  # fmt: skip
     entry, kernel = entry_of(chip, "expanded", "plain", 16, tile), kernels["mla_prefill_expanded"]
     check(chip, entry, kernel)

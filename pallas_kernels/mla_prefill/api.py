@@ -54,7 +54,7 @@ def mla_prefill(
       value_width: C.
       sequence: i32[T]: the row of `pages` of each tile; None where every tile has its own, S = T. The expanded form
         makes the keys of a sequence once for all the tiles that name it.
-      w_uk, w_uv: [H, C, N] and [H, V, C], as `models.mla` has them: how a head's keys and values are made of latents.
+      w_uk, w_uv: [H, C, N] and [H, V, C], made width first: how a head's keys and values are made of latents.
         Without them only the absorbed form is possible.
       form: "absorbed" (all heads over the latents) or "expanded" (keys and values made per head, then narrower
         attention); None takes `account.cheaper_form`'s with the weights, else "absorbed".

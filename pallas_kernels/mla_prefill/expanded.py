@@ -68,8 +68,8 @@ def attend(
 
     def chunk(c: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         latent_XD = _gather(pool, pages, held, first, c * blocks, blocks, L, C).astype(cast)
-        k_HXN = jnp.einsum("xc,hcn->hxn", latent_XD[:, :C], w_uk, preferred_element_type=jnp.float32).astype(cast)
-        v_HXV = jnp.einsum("xc,hvc->hxv", latent_XD[:, :C], w_uv, preferred_element_type=jnp.float32).astype(cast)
+        k_HXN = jnp.einsum("xc,hcn->hxn", latent_XD[:, :C], w_uk)
+        v_HXV = jnp.einsum("xc,hvc->hxv", latent_XD[:, :C], w_uv)
         mine = first[sequence] - c * blocks  # where the tile's sequence begins, in blocks of this chunk
         end = jnp.minimum(first[sequence + 1] - c * blocks, blocks)
         span = jnp.stack([mine, jnp.maximum(mine, 0), end], -1).astype(jnp.int32)

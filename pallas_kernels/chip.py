@@ -71,3 +71,16 @@ def chip_of(kind: str) -> Chip | None:
 def this_chip() -> Chip | None:
     """The chip of the default device; None where it is no GPU of CHIPS."""
     return chip_of(jax.devices()[0].device_kind)
+
+
+def target_name(chip: str | None) -> str | None:
+    """The chip that a program is for: the one named, else the default device's; None where that is no GPU of CHIPS.
+
+    Raises ValueError for a name that is none of CHIPS.
+    """
+    if chip is None:
+        found = this_chip()
+        return found.name if found else None
+    if chip not in CHIPS:
+        raise ValueError(f"no chip {chip!r} is known; known are: {', '.join(CHIPS)}.")
+    return chip

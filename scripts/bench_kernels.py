@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_prefill import expected_prefill, prefill_rows
 
 from pallas_kernels.chip import this_chip
 from pallas_kernels.dop_exchange import PACKS
@@ -257,13 +258,13 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.account:
-        print("\n".join(expected_lines(options.account)))
+        print("\n".join([*expected_lines(options.account), *expected_prefill(options.account)]))
         return 0
     if not options.dry and this_chip() is None:
         print(f"{jax.devices()[0].device_kind} is no GPU these kernels are tuned for: try --dry.", file=sys.stderr)
         return 1
     shapes = DRY if options.dry else SHAPES
-    budget_s = options.seconds / (2 + 2 * len(shapes) + 3)
+    budget_s = options.seconds / (2 + 2 * len(shapes) + 13)
     limits = ceilings(options.dry, budget_s)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
           f"matmul {limits['matmul_flops_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
@@ -272,6 +273,9 @@ def main(arguments: list[str]) -> int:
         for row in decode_rows(shape, limits, options.dry, budget_s):
             rows.append(row)
             print(line(row), flush=True)
+    for row in prefill_rows(options.dry, partial(seconds_of, budget_s=budget_s)):
+        rows.append(shares(row | {"ok": row["error"] <= WORST_ERROR}, limits))
+        print(line(rows[-1]), flush=True)
     for row in moving_rows(limits, options.dry, budget_s):
         rows.append(row)
         print(line(row), flush=True)

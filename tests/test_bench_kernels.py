@@ -26,7 +26,14 @@ def test_a_dry_run_checks_every_kernel_and_writes_every_number(bench, tmp_path, 
     told = json.loads(out.read_text())
     assert told["dry"] is True and set(told["ceilings"]) == {"copy_bytes_per_s", "matmul_flops_per_s"}
     names = [row["kernel"] for row in told["kernels"]]
-    assert names == ["mla_decode triton"] * 2 + ["page_move gather", "page_move scatter", "dop_exchange pack"]
+    assert names == ["mla_decode triton"] * 2 + [
+        "mla_prefill absorbed",
+        "mla_prefill expanded",
+        "gqa_attention",
+        "page_move gather",
+        "page_move scatter",
+        "dop_exchange pack",
+    ]
     for row in told["kernels"]:
         assert row["ok"] and row["seconds"] > 0
         assert row["bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"])
@@ -40,6 +47,7 @@ def test_a_wrong_kernel_fails_the_run(bench, monkeypatch, capsys):
     monkeypatch.setattr(bench, "decode_rows", lambda *_: iter(()))
     wrong = bench.shares({"kernel": "x", "shape": "y", "seconds": 2.0, "ok": False, "bytes": 4}, bench.ceilings())
     assert wrong["of_copy"] == 2.0
+    monkeypatch.setattr(bench, "prefill_rows", lambda *_: iter(()))
     monkeypatch.setattr(bench, "moving_rows", lambda *_: iter([wrong]))
     assert bench.main(["--dry"]) == 1
     assert "WRONG" in capsys.readouterr().out
@@ -53,5 +61,5 @@ def test_without_a_gpu_it_says_so(bench, capsys):
 def test_the_account_needs_no_gpu(bench, capsys):
     assert bench.main(["--account", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 * 2 + 4, "BF16 by two backends, FP8 by one"
+    assert len(lines) == 4 * 2 + 4 + 8 + 2, "of decode BF16 by two backends, FP8 by one; prefill; shared key heads"
     assert "128 x 4096, 128 heads, BF16" in lines[0] and "146 GFLOP, limit 0.148 ms" in lines[0]

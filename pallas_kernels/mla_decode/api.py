@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.chip import CHIPS, this_chip
+from pallas_kernels.chip import CHIPS, target_name
 from pallas_kernels.mla_decode import hopper, ref, triton
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_decode.tuning import config_for
@@ -49,7 +49,7 @@ def mla_decode(
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
     _check(q, pool, pages, held, value_width)
-    target = _target(chip)
+    target = target_name(chip)
 
     def gpu(kernel: Any, name: str) -> Any:
         def call(*args: Any) -> tuple[jax.Array, jax.Array]:
@@ -86,20 +86,11 @@ def order_of(chip: str | None, heads: int) -> tuple[str, ...]:
 def plan_decode(held: jax.Array, *, heads: int, fp8: bool, backend: str = "triton", chip: str | None = None) -> Work:
     """Cut i32[B] histories into work for `mla_decode` with so many heads per rank: once per step, not per layer."""
     rows = "fp8" if fp8 else "plain"
-    return config_for(_known(_target(chip), backend), backend, rows, heads).plan(held)
+    return config_for(_known(target_name(chip), backend), backend, rows, heads).plan(held)
 
 
 def _rows(pool: jax.Array) -> str:
     return "fp8" if is_fp8(pool) else "plain"
-
-
-def _target(chip: str | None) -> str | None:
-    if chip is None:
-        found = this_chip()
-        return found.name if found else None
-    if chip not in CHIPS:
-        raise ValueError(f"no chip {chip!r} is known; known are: {', '.join(CHIPS)}.")
-    return chip
 
 
 def _known(chip: str | None, backend: str) -> str:

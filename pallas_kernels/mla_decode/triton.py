@@ -144,7 +144,7 @@ def _item_kernel(
     pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
 
 
-def _rows(pool: Any, page: jax.Array, slot: jax.Array, mask: jax.Array, first: int, width: int) -> jax.Array:
+def load_rows(pool: Any, page: jax.Array, slot: jax.Array, mask: jax.Array, first: int, width: int) -> jax.Array:
     """Columns [first, first + width) of the token at each (page, slot); zeros where not `mask`, whatever lies there.
 
     Every index is an array: that is what interpret mode reads, and Triton still sees that columns are contiguous.
@@ -159,7 +159,7 @@ def _plain_rows(
     pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
 ) -> tuple[jax.Array, jax.Array]:
     (pool,) = pools
-    return _rows(pool, page, slot, mask, 0, latent), _rows(pool, page, slot, mask, latent, rotary)
+    return load_rows(pool, page, slot, mask, 0, latent), load_rows(pool, page, slot, mask, latent, rotary)
 
 
 def _fp8_rows(
@@ -168,10 +168,10 @@ def _fp8_rows(
     """In BF16; the product with the scale is rounded once."""
     values, scales, rope = pools
     groups, L = latent // GROUP, page.shape[0]
-    scale_LG = _rows(scales, page, slot, mask, latent // 4, groups)
-    k_LV = _rows(values, page, slot, mask, 0, latent).astype(jnp.float32)
+    scale_LG = load_rows(scales, page, slot, mask, latent // 4, groups)
+    k_LV = load_rows(values, page, slot, mask, 0, latent).astype(jnp.float32)
     k_LGg = k_LV.reshape(L, groups, GROUP) * lax.broadcast_in_dim(scale_LG, (L, groups, GROUP), (0, 1))
-    k_R = _rows(rope, page, slot, mask, (latent + 4 * groups) // 2, rotary)
+    k_R = load_rows(rope, page, slot, mask, (latent + 4 * groups) // 2, rotary)
     return k_LGg.astype(jnp.bfloat16).reshape(L, latent), k_R
 
 
@@ -203,13 +203,15 @@ def _merge_kernel(
         places = lax.broadcasted_iota(jnp.int32, (most,), 0)
         mine = places < end - begin
         lses = pltriton.load(part_lse.at[jnp.where(mine, begin + places, begin), head], mask=mine, other=-jnp.inf)
-        top = lses.max(0)
+        highest = lses.max(0)
+        top = jnp.where(highest == -jnp.inf, 0.0, highest)  # no part saw anything: zeros of log-sum-exp -inf, not NaN
         total = jnp.exp(lses - top).sum(0)
+        safe = jnp.where(total != 0, total, 1.0)
 
         def add(i: jax.Array, acc: jax.Array) -> jax.Array:
             weight = jnp.exp(part_lse[i, head] - top)
             return acc + weight * pltriton.load(part.at[i, head, pl.ds(0, value_width)])
 
         acc = lax.fori_loop(begin, end, add, jnp.zeros((value_width,), jnp.float32))
-        pltriton.store(out.at[row, head, pl.ds(0, value_width)], acc / total)
-        lse[row, head] = top + jnp.log(total)
+        pltriton.store(out.at[row, head, pl.ds(0, value_width)], acc / safe)
+        lse[row, head] = jnp.where(total != 0, top + jnp.log(safe), -jnp.inf)

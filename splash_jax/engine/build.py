@@ -188,7 +188,7 @@ def draw_up(
 
 
 def backend_for(asked: str, chip: Chip | None) -> str:
-    """The implementation of `pallas_kernels.mla_attention` for an engine's `attention_backend`; None is no tuned GPU."""
+    """Which `pallas_kernels.mla_attention` serves an engine's `attention_backend` on a chip, or on none it knows."""
     if asked == "auto":
         return "gpu" if chip else "xla"
     return asked

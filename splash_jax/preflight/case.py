@@ -150,7 +150,8 @@ def draw_case(
     if context > cfg.max_position_embeddings:
         raise ConfigError(f"context {context} is more than the model's {cfg.max_position_embeddings} tokens.")
     settings = EngineConfig(
-        model=Path(model), num_devices=num_devices, layout=layouts[0], layouts=layouts, dtype=dtype, attention_backend=attention_backend,
+        model=Path(model), num_devices=num_devices, layout=layouts[0], layouts=layouts, dtype=dtype,
+        attention_backend=attention_backend,
         max_num_seqs=batch, max_num_batched_tokens=prefill_tokens, decode_buckets=(batch,), block_size=block_size,
     )  # fmt: skip
     made = tuple(make_layout(name, settings.mesh_shape) for name in layouts)

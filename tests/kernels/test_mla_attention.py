@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_attention import IMPLEMENTATIONS, PageTable, gpu, mla_attention, xla
+from pallas_kernels.mla_prefill import mla_prefill
 from splash_jax.layouts import make_layout
 from splash_jax.layouts.merge import merge_parts
 from splash_jax.ownership import KVShape
@@ -213,6 +214,25 @@ def test_what_a_decode_row_sees_is_counted():
         got = gpu.visible_tokens(jnp.asarray(at, jnp.int32), table, shares, interleave)
         want = [int((kv.positions(layout, g, np.arange(n)) <= p).sum()) for g, n, p in zip(lag, held, at, strict=True)]
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["tiles and decode rows", "shares", "interleave 2"])
+def test_tiles_reach_prefill_with_what_their_rows_see(name, monkeypatch):
+    """On a GPU: the oracle stands in for the kernel, which has tests of its own."""
+    case, given, called = CASES[name], inputs(name), []
+
+    def oracle(*args: Any, **options: Any) -> Any:
+        called.append(options)
+        return mla_prefill(*args, **options | {"backend": "ref"})
+
+    monkeypatch.setattr(gpu.prefill, "mla_prefill", oracle)
+    table = PageTable(*(jnp.asarray(given[k]) for k in PageTable._fields))
+    got = mla_attention(
+        jnp.asarray(given["q"]), given["positions"], jnp.asarray(given["pool"]), table, value_width=V, tile=case.tile,
+        shares=case.shares, interleave=case.interleave, backend="gpu", chip="h200",
+    )  # fmt: skip
+    assert within(tuple(np.asarray(x) for x in got), reference(case, given))
+    assert called == [{"tile": case.tile, "value_width": V, "backend": "triton", "chip": "h200"}]
 
 
 def test_shapes_that_do_not_split_are_refused():

@@ -1,0 +1,78 @@
+"""Entry point of the op: shapes, and which implementation serves them.
+
+Letters: T tiles of Q rows, R = T * Q rows, H query heads, G key heads, D and V their widths, W pages per tile, P pages,
+K tokens per page.
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.chip import CHIPS, target_name
+from pallas_kernels.gqa_attention import ref, triton
+from pallas_kernels.gqa_attention.tuning import config_for
+from pallas_kernels.select import run_first
+
+BACKENDS = ("triton", "ref")
+
+
+def gqa_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    pages: jax.Array,
+    seen: jax.Array,
+    *,
+    tile: int = 1,
+    backend: str | None = None,
+    chip: str | None = None,
+    config: Any = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of query rows over the paged keys of their sequences: decode, and prefill by tiles.
+
+    Rows come in tiles of `tile`, each of one sequence: a decode row is a tile of its own. H / G consecutive query heads
+    share a key head. Row r sees the first seen[r] tokens that are held here of its sequence: for the last n rows of a
+    history of h tokens that is h - n + 1 to h.
+
+    Args:
+      q: [R, H, D], scaled.
+      keys, values: [P, K, G, D] and [P, K, G, V]. Pages and slots beyond what a tile's rows see are never read as
+        numbers: they may hold NaN.
+      pages: i32[T, W]: token t of the sequence of a tile lies in page pages[tile, t // K], slot t % K.
+      seen: i32[R]; 0 for padding.
+      tile: Q.
+      backend: "triton" or "ref"; None takes the first that accepts: "ref" where the chip is none of CHIPS.
+      chip: a key of CHIPS that the program is compiled for; None is the default device's.
+      config: a `TileConfig`; None is the tuning table's.
+      interpret: run the kernel without a GPU, slowly.
+
+    Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; (0, -inf) for a row that sees nothing.
+    Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
+    """
+    (R, H, D), (P, K, G, width), T = q.shape, keys.shape, pages.shape[0]
+    if values.shape[:3] != (P, K, G) or width != D or values.dtype != keys.dtype:
+        raise ValueError(
+            f"queries of {D} columns, but keys {keys.dtype}{list(keys.shape)} and values "
+            f"{values.dtype}{list(values.shape)}: "
+            "both need the same pages, slots, heads and dtype, keys the queries' width."
+        )
+    if H % G:
+        raise ValueError(f"{H} query heads do not share {G} key heads alike.")
+    if T * tile != R or seen.shape != (R,):
+        raise ValueError(f"{T} tiles of {tile} rows, but {R} queries and {seen.shape[0]} counts of what they see.")
+    target = target_name(chip)
+
+    def by_triton() -> tuple[jax.Array, jax.Array]:
+        if keys.dtype.itemsize != 2 and not interpret:
+            raise NotImplementedError(f"the tuned kernels read 16-bit keys, not {keys.dtype}.")
+        if config is None and target is None:
+            raise ValueError(f"triton needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
+        chosen = config or config_for(str(target), D, tile * (H // G))
+        return triton.attend(q, keys, values, pages, seen, tile=tile, config=chosen, interpret=interpret)
+
+    def by_ref() -> tuple[jax.Array, jax.Array]:
+        return ref.attend(q, keys, values, pages, seen, tile=tile)
+
+    order = BACKENDS if target else ("ref",)
+    return run_first("gqa_attention", {"triton": by_triton, "ref": by_ref}, order, backend)()

@@ -1,0 +1,137 @@
+"""Entry point of the op: shapes, which form of the attention, and which implementation serves it.
+
+Letters: T tiles of Q rows, R = T * Q rows, S sequences, H heads, W pages per sequence, P pages, K tokens per page;
+C latent, N unrotated key, E rotary and V value columns.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chip import CHIPS, target_name
+from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
+from pallas_kernels.mla_prefill import absorbed, expanded, ref
+from pallas_kernels.mla_prefill.account import Call, cheaper_form
+from pallas_kernels.mla_prefill.tuning import config_for
+from pallas_kernels.select import run_first
+
+BACKENDS = ("triton", "ref")
+FORMS = ("absorbed", "expanded")
+
+
+def mla_prefill(
+    q: jax.Array,
+    pool: jax.Array,
+    pages: jax.Array,
+    seen: jax.Array,
+    *,
+    tile: int,
+    value_width: int,
+    sequence: jax.Array | None = None,
+    w_uk: jax.Array | None = None,
+    w_uv: jax.Array | None = None,
+    form: str | None = None,
+    expected_keys: int | None = None,
+    backend: str | None = None,
+    chip: str | None = None,
+    config: Any = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of prompt rows over the paged tokens of their sequences, the rows' own among them.
+
+    Rows come in tiles of `tile`, each tile of one sequence, as `mla_attention` lays them out; a sequence may have
+    several tiles. Row r sees the first seen[r] tokens that are held here of its sequence: for the last n rows of a
+    history of h tokens that is h - n + 1 to h.
+
+    Args:
+      q: [R, H, C + E], absorbed and scaled; with `w_uk` [R, H, N + E], scaled.
+      pool: [P, K, C + E], rows whose first C columns are the latents; or u8[P, K, bytes], FP8 rows as `pack_fp8` makes
+        them. Pages and slots beyond what a tile's rows see are never read as numbers: they may hold NaN.
+      pages: i32[S, W]: token t of sequence s lies in page pages[s, t // K], slot t % K.
+      seen: i32[R]; 0 for padding.
+      tile: Q.
+      value_width: C.
+      sequence: i32[T]: the row of `pages` of each tile; None where every tile has its own, S = T. The expanded form
+        makes the keys of a sequence once for all the tiles that name it.
+      w_uk, w_uv: [H, C, N] and [H, V, C], made width first: how a head's keys and values are made of latents.
+        Without them only the absorbed form is possible.
+      form: "absorbed" (all heads over the latents) or "expanded" (keys and values made per head, then narrower
+        attention); None takes `account.cheaper_form`'s with the weights, else "absorbed".
+      expected_keys: tokens of a sequence that the rule counts on; None is as many as `pages` has room for.
+      backend: "triton" or "ref"; None takes the first that accepts: "ref" where the chip is none of CHIPS.
+      chip: a key of CHIPS that the program is compiled for; None is the default device's.
+      config: of the form, `TileConfig` or `ExpandedConfig`; None is the tuning table's.
+      interpret: run the kernel without a GPU, slowly.
+
+    Returns f32[R, H, C] and its log-sum-exp, base e, f32[R, H]; with the weights f32[R, H, V]. (0, -inf) for a row that
+    sees nothing.
+    Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
+    """
+    _check(q, pool, pages, seen, tile, value_width, sequence, w_uk, w_uv, form)
+    target = target_name(chip)
+    tiles = seen.shape[0] // tile
+    own = jnp.arange(tiles, dtype=jnp.int32) if sequence is None else sequence
+    if w_uk is None or w_uv is None:
+        taken = "absorbed"
+    elif form is not None:
+        taken = form
+    else:
+        call = Call(
+            rows=q.shape[0], sequences=pages.shape[0], tile=tile, heads=q.shape[1], latent=value_width,
+            rotary=q.shape[-1] - w_uk.shape[-1], nope=w_uk.shape[-1], value=w_uv.shape[1], fp8=is_fp8(pool),
+            keys=expected_keys or pages.shape[1] * pool.shape[1],
+        )  # fmt: skip
+        taken = cheaper_form(call, target)
+
+    def chosen() -> Any:
+        if config is not None:
+            return config
+        if target is None:
+            raise ValueError(f"triton needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
+        return config_for(target, taken, "fp8" if is_fp8(pool) else "plain", q.shape[1], tile)
+
+    def triton() -> tuple[jax.Array, jax.Array]:
+        how = chosen()
+        if taken == "expanded" and w_uk is not None and w_uv is not None:
+            return expanded.attend(q, pool, pages, own, seen, w_uk, w_uv, tile=tile, config=how, interpret=interpret)
+        queries = q if w_uk is None else ref.absorb(q, w_uk)
+        out, lse = absorbed.attend(
+            queries, pool, pages[own], seen, tile=tile, value_width=value_width, config=how, interpret=interpret
+        )
+        return (out if w_uv is None else ref.unabsorb(out, w_uv)), lse
+
+    def reference() -> tuple[jax.Array, jax.Array]:
+        queries = q if w_uk is None else ref.absorb(q, w_uk)
+        out, lse = ref.attend(queries, pool, pages[own], seen, tile=tile, value_width=value_width)
+        return (out if w_uv is None else ref.unabsorb(out, w_uv)), lse
+
+    order = ("ref",) if target is None else BACKENDS
+    return run_first("mla_prefill", {"triton": triton, "ref": reference}, order, backend)()
+
+
+def _check(
+    q: jax.Array, pool: jax.Array, pages: jax.Array, seen: jax.Array, tile: int, value_width: int,
+    sequence: jax.Array | None, w_uk: jax.Array | None, w_uv: jax.Array | None, form: str | None,
+) -> None:  # fmt: skip
+    (R, H, D), width = q.shape, pool.shape[-1]
+    if (w_uk is None) != (w_uv is None):
+        raise ValueError("w_uk and w_uv go together: one of them is missing.")
+    if form is not None and form not in FORMS:
+        raise ValueError(f"mla_prefill has no form {form!r}; it has: {', '.join(FORMS)}.")
+    if w_uk is not None and w_uv is not None:
+        if w_uk.shape[:2] != (H, value_width) or w_uv.shape[::2] != (H, value_width):
+            raise ValueError(
+                f"{H} heads and {value_width} latent columns, but w_uk of {w_uk.shape} and w_uv of {w_uv.shape}."
+            )
+        D = value_width + D - w_uk.shape[-1]
+    elif form == "expanded":
+        raise ValueError("the expanded form makes keys and values of the latents: give w_uk and w_uv.")
+    if not 0 < value_width < D:
+        raise ValueError(f"the latent width {value_width} is not inside the row of {D} columns.")
+    wanted = fp8_row_bytes(value_width, D - value_width) if is_fp8(pool) else D
+    if width != wanted:
+        raise ValueError(f"queries of {D} columns need {pool.dtype} rows of {wanted}, but the pool's have {width}.")
+    tiles = pages.shape[0] if sequence is None else sequence.shape[0]
+    if tiles * tile != R or seen.shape != (R,):
+        raise ValueError(f"{tiles} tiles of {tile} rows, but {R} queries and {seen.shape[0]} counts of what they see.")

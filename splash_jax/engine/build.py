@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from pallas_kernels.chip import Chip, chip_of
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import (
     check_host_memory,
@@ -54,7 +53,7 @@ from splash_jax.runtime import (
     spread_programs,
 )
 from splash_jax.runtime.keys import Key
-from splash_jax.runtime.shapes import NOWHERE
+from splash_jax.runtime.shapes import NOWHERE, attention_kernels
 from splash_jax.runtime.sizes import sampler_bytes, state_bytes
 from splash_jax.runtime.transfer import Route
 
@@ -123,12 +122,12 @@ class Blueprint:
 
 
 def draw_up(
-    config: EngineConfig, free_bytes: int | None = None, model: ModelConfig | None = None, chip: Chip | None = None
+    config: EngineConfig, free_bytes: int | None = None, model: ModelConfig | None = None, device_kind: str = ""
 ) -> Blueprint:
     """Check settings against the model's config and derive all sizes. Raises the errors a user can meet.
 
-    `model` is the model's config when the caller has it; otherwise it is read from the checkpoint directory. `chip` is
-    the GPU that kernels are chosen for, where it is one that they are tuned for.
+    `model` is the model's config when the caller has it; otherwise it is read from the checkpoint directory.
+    `device_kind` is JAX's, of the device that attention kernels are chosen for.
     """
     model = read_model_config(config.model) if model is None else model
     layouts = {str(layout): layout for layout in map(config.layout_of, config.layouts)}
@@ -147,6 +146,7 @@ def draw_up(
         interleave=config.interleave,
         bytes_per_token=width * jax.numpy.dtype(dtype).itemsize,
     )
+    backend, chip = attention_kernels(config.attention_backend, device_kind)
     shapes = Shapes(
         model=model,
         dtype=dtype,
@@ -155,8 +155,8 @@ def draw_up(
         slots=config.max_num_seqs,
         penalties=config.penalties,
         transfer_bytes=config.transfer_bytes,
-        attention_backend=backend_for(config.attention_backend, chip),
-        attention_chip=chip.name if chip else None,
+        attention_backend=backend,
+        attention_chip=chip,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     state = replace(state, common=state.common + sampler_bytes(shapes))
@@ -185,13 +185,6 @@ def draw_up(
     return Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
     )
-
-
-def backend_for(asked: str, chip: Chip | None) -> str:
-    """Which `pallas_kernels.mla_attention` serves an engine's `attention_backend` on a chip, or on none it knows."""
-    if asked == "auto":
-        return "gpu" if chip else "xla"
-    return asked
 
 
 def make_buckets(config: EngineConfig, layout: Layout, prompt_rows: int) -> tuple[Bucket, ...]:
@@ -256,9 +249,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Bluep
     start_devices()
     mesh = attention_mesh(dict(config.mesh_shape))
     free = free_memory(mesh) if config.device_memory_bytes is None else None
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    if free is not None or chip is not None:
-        blueprint = draw_up(config, free, chip=chip)
+    blueprint = draw_up(config, free, device_kind=mesh.devices.flat[0].device_kind)
     asked = config.device_memory_bytes
     check_host_memory(mesh, max(blueprint.footprint(layout).total for layout in blueprint.layouts.values()))
     with room_on_devices(f"device_memory_bytes ({asked or 'not set'}) or max_num_seqs ({config.max_num_seqs})"):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from pallas_kernels.chip import chip_of
 from splash_jax.configs import config_file, config_names
 from splash_jax.cost import Hardware
 from splash_jax.engine import EngineConfig
-from splash_jax.engine.build import backend_for, make_buckets
+from splash_jax.engine.build import make_buckets
 from splash_jax.errors import ConfigError
 from splash_jax.kv import filled_pool
 from splash_jax.layouts import make_layout
@@ -33,6 +32,7 @@ from splash_jax.ownership import (
 )
 from splash_jax.ownership.manifest import owner_pages_needed
 from splash_jax.runtime import Route, Shapes, make_route, state_bytes
+from splash_jax.runtime.shapes import attention_kernels
 from splash_jax.runtime.transfer import exact_route
 
 STEPS = ("decode", "prefill")
@@ -162,10 +162,10 @@ def draw_case(
     served = cfg.dtype if dtype == "auto" else dtype
     row = (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * jnp.dtype(served).itemsize
     kv = KVShape(page_size=block_size, interleave=settings.interleave, bytes_per_token=row)
-    chip = chip_of(hardware.name)
+    backend, chip = attention_kernels(attention_backend, hardware.name)
     shapes = Shapes(
         model=cfg, dtype=served, kv=kv, max_model_len=context + block_size, slots=batch, penalties=False,
-        attention_backend=backend_for(attention_backend, chip), attention_chip=chip.name if chip else None,
+        attention_backend=backend, attention_chip=chip,
     )  # fmt: skip
     return Case(
         name=model,

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from pallas_kernels.chip import chip_of
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.mla import latent_width
 from splash_jax.ownership import Bucket, KVShape, Layout
@@ -10,6 +11,16 @@ from splash_jax.ownership import Bucket, KVShape, Layout
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_IDS = 16
 NOWHERE = 2**30  # beyond every pool: a write there is dropped
+
+
+def attention_kernels(asked: str, device_kind: str) -> tuple[str, str | None]:
+    """`attention_backend` and `attention_chip` of `Shapes` for an engine's setting and the name of a device.
+
+    "auto" takes the kernels where that names a GPU that they are tuned for, and XLA elsewhere.
+    """
+    chip = chip_of(device_kind)
+    backend = ("gpu" if chip else "xla") if asked == "auto" else asked
+    return backend, chip.name if chip else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

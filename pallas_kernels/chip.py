@@ -67,3 +67,20 @@ def this_chip() -> Chip | None:
     """The chip of the default device; None where it is no GPU of CHIPS."""
     kind = jax.devices()[0].device_kind.lower()
     return next((chip for name, chip in CHIPS.items() if name in kind.split()), None)
+
+
+def target_chip(chip: str | None) -> str | None:
+    """The name of the chip to compile for: `chip`, which must be one of CHIPS, or else the default device's."""
+    if chip is None:
+        found = this_chip()
+        return found.name if found else None
+    if chip not in CHIPS:
+        raise ValueError(f"no chip {chip!r} is known; known are: {', '.join(CHIPS)}.")
+    return chip
+
+
+def known_chip(chip: str | None, backend: str) -> str:
+    """`chip`, which a backend without a configuration of the caller's has to know."""
+    if chip is None:
+        raise ValueError(f"{backend} needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
+    return chip

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import final
 
@@ -25,6 +26,7 @@ _INSTRUCTION = re.compile(
     r"|ld\.global|st\.global|cvt\.rn\.f16x2\.e4m3x2|setmaxnreg)\b"
 )
 _ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.v\d)?\.b\d+")
+_RELEASE = re.compile(r"release (\d+\.\d+)")
 _RESOURCES = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r".*?Used (?P<registers>\d+) registers",
@@ -104,6 +106,13 @@ def find_ptxas() -> str:
     if found is None:
         raise FileNotFoundError("no ptxas: install the pip package nvidia-cuda-nvcc, or put a CUDA toolkit's on PATH.")
     return found
+
+
+@cache
+def ptxas_version() -> str:
+    """Release of `find_ptxas`, as "13.5"."""
+    told = subprocess.run([find_ptxas(), "--version"], capture_output=True, text=True, check=True).stdout
+    return _first(_RELEASE, told)
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

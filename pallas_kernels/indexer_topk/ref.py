@@ -13,9 +13,7 @@ def choose(
     return top_k(logits(q, weights, pool, pages, lengths), lengths, k=k)
 
 
-def logits(
-    q: jax.Array, weights: jax.Array, pool: jax.Array, pages: jax.Array, lengths: jax.Array
-) -> jax.Array:
+def logits(q: jax.Array, weights: jax.Array, pool: jax.Array, pages: jax.Array, lengths: jax.Array) -> jax.Array:
     """f32[R, W * K] of the first `lengths` tokens of each row; zero behind them, whatever lies there."""
     R, _, C = q.shape
     S = pages.shape[0]
@@ -32,7 +30,7 @@ def logits(
 
 def top_k(logits: jax.Array, lengths: jax.Array, *, k: int) -> jax.Array:
     """See `api.top_k`."""
-    R, N = logits.shape
+    N = logits.shape[1]
     column = jnp.arange(N, dtype=jnp.int32)[None]
     seen = jnp.where(column < lengths[:, None], logits, -jnp.inf)
     seen = jnp.where(seen == 0, 0.0, seen)  # -0.0 is no less than 0.0

@@ -1,9 +1,9 @@
 """The exact k largest of every row, by narrowing a threshold: no sort, no atomics, the same answer every time.
 
-Floats, seen as integers that keep their order, are split in four at a time: three thresholds are compared with the whole
-row, and the quarter is kept that the k-th largest lies in. It ends as soon as exactly k are at or above a threshold,
-after 16 passes at most (the k-th largest is then known to the bit, and equal ones are taken by position). A last pass
-writes positions down in order, each at its rank.
+Floats, seen as integers that keep their order, are split in four at a time: three thresholds are compared with the
+whole row, and the quarter is kept that the k-th largest lies in. It ends as soon as exactly k are at or above a
+threshold, after 16 passes at most (the k-th largest is then known to the bit, and equal ones are taken by position). A
+last pass writes positions down in order, each at its rank.
 
 A long row is cut into chunks that fit in an SM's cache; the k best of each chunk then compete in a second launch. That
 changes nothing, for one of the row's k best is one of its chunk's, and chunks keep their order.
@@ -34,9 +34,7 @@ class SelectConfig:
     warps: int
 
 
-def top_k(
-    logits: jax.Array, lengths: jax.Array, *, k: int, config: SelectConfig, interpret: bool = False
-) -> jax.Array:
+def top_k(logits: jax.Array, lengths: jax.Array, *, k: int, config: SelectConfig, interpret: bool = False) -> jax.Array:
     """See `api.top_k`. Refuses blocks that are no power of two or larger than MAX_BLOCK."""
     if config.block & (config.block - 1) or not 0 < config.block <= MAX_BLOCK:
         raise NotImplementedError(f"a block is a power of two of at most {MAX_BLOCK} elements, not {config.block}.")
@@ -130,7 +128,9 @@ def _select_kernel(
             pltriton.store(at, jnp.full((block,), what), mask=(rank >= filled) & (rank < k))
         return carry
 
-    lax.fori_loop(filled // block, jnp.where((nth == 0) | (size > 0), pl.cdiv(k, block), 0), fill, jnp.int32(0))
+    # A chunk behind the row's end is never read: it stays as it is.
+    needed = ((nth == 0) | (size > 0)).astype(jnp.int32) * pl.cdiv(k, block)
+    lax.fori_loop(filled // block, needed, fill, jnp.int32(0))
 
 
 def _threshold(

@@ -1,7 +1,7 @@
 """Logits of the lightning indexer for every GPU the Triton backend compiles for, then the exact selection of `topk`.
 
-A program takes a span of a sequence's tokens and a few query rows of it. Tokens are the rows of its products, so that the
-sum over index heads stays within a warp; a key is read once for all heads and rows.
+A program takes a span of a sequence's tokens and a few query rows of it. Tokens are the rows of its products, so that
+the sum over index heads stays within a warp; a key is read once for all heads and rows.
 """
 
 import functools
@@ -70,8 +70,8 @@ def logits(
 ) -> jax.Array:
     """f32[R, W * K] of the first `lengths` tokens of each row; what stands behind them means nothing.
 
-    Refuses widths that are no powers of two from 16, FP8 keys of more than one scale, queries stored otherwise than keys,
-    and float32 outside interpret mode.
+    Refuses widths that are no powers of two from 16, FP8 keys of more than one scale, queries stored otherwise than
+    keys, and float32 outside interpret mode.
     """
     (R, J, C), (S, W), page_size = q.shape, pages.shape, pool.shape[1]
     if C < 16 or C & (C - 1):
@@ -79,7 +79,9 @@ def logits(
     if is_fp8(pool) and GROUP != C:
         raise NotImplementedError(f"FP8 keys with one scale are {GROUP} wide, not {C}: several leave no common factor.")
     if q.dtype != (jnp.float8_e4m3fn if is_fp8(pool) else pool.dtype):
-        raise NotImplementedError(f"{q.dtype} queries with {'FP8' if is_fp8(pool) else pool.dtype} keys: store both alike.")
+        raise NotImplementedError(
+            f"{q.dtype} queries with {'FP8' if is_fp8(pool) else pool.dtype} keys: store both alike."
+        )
     if pool.dtype == jnp.float32 and not interpret:
         raise NotImplementedError("float32 keys do not fit in shared memory: give BF16 or FP8 keys.")
     pools = tuple(fp8_views(pool)[:2]) if is_fp8(pool) else (pool,)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def places_of(selected: jax.Array, pages: jax.Array, page_size: int) -> jax.Array:
-    """i32[R, K]: page * page_size + slot of every selected token, counted over the whole pool; -1 where there is none."""
+    """i32[R, K]: page * page_size + slot of every selected token, counted over the pool; -1 where there is none."""
     (R, K), (S, W) = selected.shape, pages.shape
     own = selected.reshape(S, R // S * K)
     there = (own >= 0) & (own < W * page_size)

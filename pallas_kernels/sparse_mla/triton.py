@@ -1,7 +1,7 @@
 """Selected tokens gathered by address and attended to, by the item kernel of `mla_decode`.
 
-A row's list is cut into items as a history is; only what `find` answers differs. Nothing is shared between the rows of a
-prompt: each reads its own tokens, which mostly are its neighbours' too and so lie in L2.
+A row's list is cut into items as a history is; only what `find` answers differs. Nothing is shared between the rows of
+a prompt: each reads its own tokens, which mostly are its neighbours' too and so lie in L2.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from pallas_kernels.sparse_mla.places import counts_of, places_of
 
 
 def plan(counts: jax.Array, config: TritonConfig) -> Work:
-    """Items for i32[R] lists of `counts` columns: whole rows where they fill the chip WAVES times, else pieces of them."""
+    """Items for i32[R] lists of `counts` columns: whole rows where they fill the chip WAVES times, else cut."""
     cut = whole_rows if counts.shape[0] >= WAVES * config.workers else partial(split_work, overhead=config.overhead)
     return cut(counts, block=config.block_tokens, workers=config.workers)
 

@@ -174,7 +174,8 @@ def attention_account(shape: Shape, chip: str) -> Any:
 def indexer_accounts(shape: Shape, chip: str) -> tuple[Any, Any]:
     """Of a shape's logits and of its selection."""
     entry = entry_for("indexer_topk", chip, "triton", "fp8" if shape.fp8 else "plain", shape.heads)
-    lengths, how = [shape.context] * shape.rows, {"entry": entry} | chip_limits(chip)
+    lengths = [shape.context] * shape.rows
+    how: dict[str, Any] = {"entry": entry} | chip_limits(chip)
     return (
         account_logits(lengths, tile=shape.tile, heads=shape.heads, width=shape.width, **how),
         account_select(lengths, columns=shape.context, k=shape.k, **how),

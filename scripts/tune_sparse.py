@@ -65,7 +65,7 @@ def facts_of(chip: str, kernel: KernelFacts) -> dict[str, Any]:
     return told | ({} if mma is None else {"mma": mma})
 
 
-def limits(chip: str) -> dict[str, float]:
+def limits(chip: str) -> dict[str, Any]:
     """The chip's published ones."""
     hardware = load_hardware(chip)
     return {"bytes_per_s": hardware.hbm_bytes_per_s, "flops_per_s": hardware.bf16_flops_per_s}
@@ -145,7 +145,7 @@ def indexer_entries(chip: str, rows: str, _heads: int) -> Iterator[tuple[dict[st
                 "config": {"logits": chosen, "select": dict(zip(("block", "chunk", "warps"), select, strict=True))},
                 "evidence": compilers() | own | select_facts(chip, select) | {"measured": None},
             }  # fmt: skip
-            how = {"chip": chip, "entry": entry} | limits(chip)
+            how: dict[str, Any] = {"chip": chip, "entry": entry} | limits(chip)
             seconds = account_logits(PROMPT, tile=16, heads=INDEX_HEADS, width=INDEX_WIDTH, **how).expected_s
             yield entry, seconds + account_select(PROMPT, columns=PROMPT[0], k=TOP, **how).expected_s
 

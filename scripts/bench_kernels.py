@@ -30,8 +30,9 @@ from pallas_kernels.chip import this_chip
 from pallas_kernels.dop_exchange import PACKS
 from pallas_kernels.mla_decode import TritonConfig, mla_decode, pack_fp8
 from pallas_kernels.mla_decode.account import account
-from pallas_kernels.mla_decode.tuning import config_for, entry_for, table
+from pallas_kernels.mla_decode.tuning import config_for
 from pallas_kernels.page_move import gather_pages, scatter_pages
+from pallas_kernels.tuning import entry_for, table
 from splash_jax.cost import load_hardware
 
 # FlashMLA's README, on an H800: another chip than ours may be.
@@ -133,7 +134,7 @@ def decode_rows(shape: Shape, limits: dict[str, float], dry: bool, budget_s: flo
             hardware = load_hardware(chip.name)
             found = account(
                 held.tolist(), heads=shape.heads, latent=latent, rotary=rotary, chip=chip.name,
-                entry=entry_for(chip.name, backend, rows, shape.heads),
+                entry=entry_for("mla_decode", chip.name, backend, rows, shape.heads),
                 bytes_per_s=hardware.hbm_bytes_per_s, flops_per_s=hardware.bf16_flops_per_s,
             )  # fmt: skip
             row |= {"bytes": found.bytes, "flops": found.flops, "expected_seconds": found.expected_s}
@@ -150,7 +151,7 @@ def expected_lines(chip: str) -> Iterator[str]:
     for shape in SHAPES:
         for backend in ("hopper", "triton"):
             try:
-                entry = entry_for(chip, backend, "fp8" if shape.fp8 else "plain", shape.heads)
+                entry = entry_for("mla_decode", chip, backend, "fp8" if shape.fp8 else "plain", shape.heads)
             except NotImplementedError:
                 continue
             found = account(
@@ -229,7 +230,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--seconds", type=float, default=360, help="for timing, over all kernels")
     parser.add_argument(
-        "--account", metavar="CHIP", choices=sorted(table()), help="print what is expected, run nothing"
+        "--account", metavar="CHIP", choices=sorted(table("mla_decode")), help="print what is expected, run nothing"
     )
     options = parser.parse_args(arguments)
     if options.account:

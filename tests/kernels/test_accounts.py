@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode.account import account
-from pallas_kernels.mla_decode.tuning import entry_for, table
+from pallas_kernels.tuning import entry_for, table
 from splash_jax.cost import load_hardware
 
 DEEPSEEK = {"latent": 512, "rotary": 64, "chip": "h200", "bytes_per_s": 4.8e12, "flops_per_s": 9.89e14}
@@ -14,7 +14,7 @@ DEEPSEEK = {"latent": 512, "rotary": 64, "chip": "h200", "bytes_per_s": 4.8e12, 
 
 def test_bytes_and_flops_of_a_decode():
     """128 rows of 4,096 tokens under 128 heads: FlashMLA's compute-bound shape."""
-    found = account([4096] * 128, heads=128, entry=entry_for("h200", "hopper", "plain", 128), **DEEPSEEK)
+    found = account([4096] * 128, heads=128, entry=entry_for("mla_decode", "h200", "hopper", "plain", 128), **DEEPSEEK)
     assert found.flops == 2 * 128 * 128 * 4096 * (576 + 512)
     assert found.bytes == 128 * 4096 * 1152 + 128 * 128 * (576 * 2 + 512 * 4 + 4)
     assert found.limit_s == pytest.approx(found.flops / 9.89e14)
@@ -24,23 +24,23 @@ def test_bytes_and_flops_of_a_decode():
 
 
 def test_few_heads_are_bound_by_memory():
-    found = account([8192] * 32, heads=16, entry=entry_for("h200", "triton", "fp8", 16), **DEEPSEEK)
+    found = account([8192] * 32, heads=16, entry=entry_for("mla_decode", "h200", "triton", "fp8", 16), **DEEPSEEK)
     assert found.bound == "memory" and found.limit_s == pytest.approx(found.bytes / 4.8e12)
     assert found.under_way_bytes == 2 * 2 * 32 * 656 and found.wanted_bytes == round(4.8e12 * 8e-7 / 132)
     assert found.expected_share == pytest.approx(1.0), "84 kB under way are more than the 29 kB that it takes"
 
 
 def test_a_shallow_pipeline_is_held_by_latency():
-    entry = entry_for("h200", "triton", "fp8", 16)
+    entry = entry_for("mla_decode", "h200", "triton", "fp8", 16)
     shallow = entry | {"config": entry["config"] | {"stages": 2}, "evidence": entry["evidence"] | {"blocks_per_sm": 1}}
     found = account([8192] * 32, heads=16, entry=shallow, **DEEPSEEK)
     assert found.expected_share == pytest.approx(32 * 656 / (4.8e12 * 8e-7 / 132))
 
 
-@pytest.mark.parametrize("chip", table())
+@pytest.mark.parametrize("chip", table("mla_decode"))
 def test_every_entry_of_the_table_has_an_account(chip):
     hardware = load_hardware(chip)
-    for entry in table()[chip]:
+    for entry in table("mla_decode")[chip]:
         found = account(
             [4096] * 64, heads=entry["heads"], latent=512, rotary=64, chip=chip, entry=entry,
             bytes_per_s=hardware.hbm_bytes_per_s, flops_per_s=hardware.bf16_flops_per_s,

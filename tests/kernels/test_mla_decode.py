@@ -22,8 +22,9 @@ from pallas_kernels.mla_decode import (
     unpack_fp8,
 )
 from pallas_kernels.mla_decode.api import order_of
-from pallas_kernels.mla_decode.tuning import config_for, table
+from pallas_kernels.mla_decode.tuning import config_for
 from pallas_kernels.mla_decode.work import WAVES, split_work
+from pallas_kernels.tuning import table
 from tests.kernels.mla_cases import TOLERANCE, Case, Given, make, reference, within
 
 RAGGED = (0, 1, 37, 130, 16, 64, 3)
@@ -176,13 +177,15 @@ def test_work_of_another_configuration_is_refused():
 
 
 def test_the_table_serves_every_number_of_heads():
-    assert set(table()) == {"h200", "b200"}
-    for chip in table():
+    assert set(table("mla_decode")) == {"h200", "b200"}
+    for chip in table("mla_decode"):
         for rows in ("plain", "fp8"):
             for heads in (16, 17, 32, 64, 100, 128, 256):
                 config = config_for(chip, "triton", rows, heads)
                 assert config.block_heads <= 64 and 2 * config.workers % CHIPS[chip].sms == 0
-    with pytest.raises(NotImplementedError, match=r"tuning\.json has no triton configuration for plain rows on h100"):
+    with pytest.raises(
+        NotImplementedError, match=r"mla_decode/tuning\.json has no triton configuration for plain rows on h100"
+    ):
         config_for("h100", "triton", "plain", 16)
 
 

@@ -1,6 +1,7 @@
 """Every tuned variant compiled for its GPU: the instructions it stands on are there, and it got no fatter."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.compiled import ptxas_version
 from pallas_kernels.mla_attention import PageTable, mla_attention
 from pallas_kernels.mla_decode import HopperConfig, mla_decode
-from pallas_kernels.mla_decode.tuning import entry_for
+from pallas_kernels.tuning import entry_for, table
 from splash_jax.preflight.kernels import compile_kernels
 
 MMA = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"}
@@ -22,7 +24,20 @@ def variant(chip: str, rows: str, heads: int, backend: str = "triton") -> tuple[
     q = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
     pages, held = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
     decode = partial(mla_decode, value_width=512, backend=backend, chip=chip)
-    return entry_for(chip, backend, rows, heads), compile_kernels(chip, decode, q, pool, pages, held)
+    return entry_for("mla_decode", chip, backend, rows, heads), compile_kernels(chip, decode, q, pool, pages, held)
+
+
+def same_compilers(evidence: dict[str, Any]) -> bool:
+    """Registers and spills are one pair of compilers' own; instructions and residency must hold with any."""
+    return (evidence["jax"], evidence["ptxas"]) == (jax.__version__, ptxas_version())
+
+
+def test_the_evidence_is_of_the_pinned_compilers():
+    pinned = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text(encoding="utf-8")
+    for entries in table("mla_decode").values():
+        for evidence in (entry["evidence"] for entry in entries):
+            assert f"\njax=={evidence['jax']};" in pinned, "scripts/tune_kernels.py --keep --write compiles it anew"
+            assert f"\nnvidia-cuda-nvcc=={evidence['ptxas']}." in pinned, "scripts/tune_kernels.py, likewise"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +55,7 @@ def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):
     assert kernel.instructions["cp.async.cg"], "the gather is not pipelined"
     assert bool(kernel.instructions["cvt.rn.f16x2.e4m3x2"]) == (rows == "fp8")
     assert kernel.threads == 32 * config["warps"]
-    if evidence["jax"] == jax.__version__:
+    if same_compilers(evidence):
         found = {"registers": kernel.registers, "spill_bytes": kernel.spills, "smem_bytes": kernel.smem}
         assert all(found[key] <= evidence[key] for key in found), (found, evidence)
     resident = CHIPS[chip].blocks_resident(registers=kernel.registers, smem=kernel.smem, threads=kernel.threads)
@@ -61,7 +76,7 @@ def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, heads):
     )
     assert kernel.instructions["cp.async.bulk.tensor"] and kernel.instructions["setmaxnreg"] == 2
     assert not kernel.instructions["mma.sync"] and kernel.threads == evidence["threads"]
-    if evidence["jax"] == jax.__version__:
+    if same_compilers(evidence):
         assert kernel.registers <= evidence["registers"] and kernel.spills <= 2 * evidence["spill_bytes"]
     assert config.smem_bytes(576) == evidence["smem_bytes"] <= CHIPS["h200"].smem_per_block
     resident = CHIPS["h200"].blocks_resident(

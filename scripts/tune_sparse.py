@@ -4,7 +4,8 @@
     python scripts/tune_sparse.py --chip h200 --write           # and puts the best into tuning.json
     python scripts/tune_sparse.py --chip h200 --op sparse_mla --heads 64 --rows fp8
 
-The best spills least; among those alike it is the one whose account expects the least time. Nothing is timed.
+The best spills least; among those alike it is the one whose accounts expect the least time, of attention over `DECODES`
+and `PROMPT_ROWS` together. Nothing is timed.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tune_kernels import MMA, write
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.compiled import KernelFacts, ptxas_version
@@ -30,7 +32,6 @@ from splash_jax.cost import load_hardware
 from splash_jax.preflight.kernels import compile_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-MMA = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 # Block of heads, block of tokens, warps, stages.
 BLOCKS = {
     16: [(16, 64, 4, 3), (16, 32, 4, 3), (16, 64, 8, 3)],
@@ -41,7 +42,8 @@ BLOCKS = {
 LOGITS = [(128, 2, 4, 3), (128, 2, 8, 3), (64, 2, 4, 3)]
 # Block, chunk, warps.
 SELECTS = [(2048, 32768, 8), (4096, 32768, 8), (4096, 32768, 16)]
-COUNTS, PROMPT = [2048] * 128, [32768] * 1024  # what the accounts are asked about
+DECODES, PROMPT_ROWS = [2048] * 128, [2048] * 256  # tokens of each row that the accounts are asked about
+PROMPT = [32768] * 1024  # and of the indexer
 INDEX_HEADS, INDEX_WIDTH, TOP = 64, 128, 2048  # of DeepSeek-V3.2
 
 
@@ -104,8 +106,9 @@ def sparse_entries(chip: str, rows: str, heads: int) -> Iterator[tuple[dict[str,
         config = dict(zip(names, block, strict=True)) | {"workers": workers}
         entry = {"backend": "triton", "rows": rows, "heads": heads, "config": config}
         entry["evidence"] = compilers() | found | {"measured": None}
-        seconds = account(COUNTS, heads=heads, latent=512, rotary=64, chip=chip, entry=entry, **limits(chip)).expected_s
-        yield entry, seconds
+        how = {"heads": heads, "latent": 512, "rotary": 64, "chip": chip, "entry": entry} | limits(chip)
+        prompt = account(PROMPT_ROWS, distinct=max(PROMPT), **how)
+        yield entry, account(DECODES, **how).expected_s + prompt.expected_s
 
 
 def logits_facts(chip: str, fp8: bool, config: LogitsConfig, tile: int) -> dict[str, Any]:
@@ -157,19 +160,6 @@ def spilled(entry: dict[str, Any]) -> int:
     return sum(part["spill_bytes"] for part in parts)
 
 
-def write(op: str, chip: str, best: list[dict[str, Any]]) -> None:
-    """Replace the chip's entries for the same rows and heads, one entry a line."""
-    path = ROOT / "pallas_kernels" / op / "tuning.json"
-    old = json.loads(path.read_text(encoding="utf-8"))["chips"] if path.exists() else {}
-    chips = {name: {(e["rows"], e["heads"]): e for e in entries} for name, entries in old.items()}
-    chips.setdefault(chip, {}).update({(entry["rows"], entry["heads"]): entry for entry in best})
-    lines = [
-        f'"{name}": [\n' + ",\n".join(json.dumps(entry) for entry in entries.values()) + "\n]"
-        for name, entries in chips.items()
-    ]
-    path.write_text('{\n"chips": {\n' + ",\n".join(lines) + "\n}\n}\n", encoding="utf-8")
-
-
 OPS = {"sparse_mla": (sparse_entries, (16, 32, 64, 128)), "indexer_topk": (indexer_entries, (INDEX_HEADS,))}
 
 
@@ -195,7 +185,7 @@ def main(arguments: list[str]) -> int:
             best.append(min(found)[-1])
             print(f"{op} {rows} {heads}: best is {json.dumps(best[-1])}", flush=True)
         if options.write:
-            write(op, options.chip, best)
+            write(options.chip, best, ROOT / "pallas_kernels" / op / "tuning.json")
     return 0
 
 

@@ -29,7 +29,7 @@ def check(chip: str, entry: dict[str, Any], evidence: dict[str, Any], kernel: Ke
         found = {"registers": kernel.registers, "spill_bytes": kernel.spills, "smem_bytes": kernel.smem}
         assert all(found[key] <= evidence[key] for key in found), (found, evidence)
     resident = CHIPS[chip].blocks_resident(registers=kernel.registers, smem=kernel.smem or 0, threads=kernel.threads)
-    assert resident == evidence["blocks_per_sm"]
+    assert resident >= evidence["blocks_per_sm"]  # a selection among fewer columns takes fewer registers
 
 
 def sparse(chip: str, rows: str, heads: int, queries: int, sequences: int) -> dict[str, KernelFacts]:

@@ -73,7 +73,7 @@ def this_chip() -> Chip | None:
     return chip_of(jax.devices()[0].device_kind)
 
 
-def target_name(chip: str | None) -> str | None:
+def target_chip(chip: str | None) -> str | None:
     """The chip that a program is for: the one named, else the default device's; None where that is no GPU of CHIPS.
 
     Raises ValueError for a name that is none of CHIPS.
@@ -83,4 +83,11 @@ def target_name(chip: str | None) -> str | None:
         return found.name if found else None
     if chip not in CHIPS:
         raise ValueError(f"no chip {chip!r} is known; known are: {', '.join(CHIPS)}.")
+    return chip
+
+
+def known_chip(chip: str | None, backend: str) -> str:
+    """`chip`, which a backend without a configuration of the caller's has to know."""
+    if chip is None:
+        raise ValueError(f"{backend} needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
     return chip

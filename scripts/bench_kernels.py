@@ -13,18 +13,19 @@ no call finds its data in L2), achieved bytes/s and FLOP/s as shares of the ceil
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_prefill import expected_prefill, prefill_rows
+from bench_sparse import SPARSE_ROWS, expected_sparse_lines, sparse_rows
+from bench_timing import seconds_of, shares
 
 from pallas_kernels.chip import this_chip
 from pallas_kernels.dop_exchange import PACKS
@@ -71,20 +72,6 @@ SHAPES = [
     for b, n, h, r in ((128, 4096, 128, False), (128, 8192, 64, True), (64, 16384, 16, True), (4, 131072, 16, False))
 ]
 DRY = [Shape(batch=3, context=40, heads=16, fp8=fp8, ragged=True) for fp8 in (False, True)]
-
-
-def seconds_of(calls: list[Callable[[], Any]], budget_s: float, repeats: int = 20) -> float:
-    """Median seconds of one call, of `calls` that take turns on buffers of their own; each is warmed up first."""
-    for call in calls:
-        jax.block_until_ready(call())
-    per_round, end = [], time.perf_counter() + budget_s
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready([call() for call in calls])
-        per_round.append((time.perf_counter() - begin) / len(calls))
-        if time.perf_counter() > end:
-            break
-    return median(per_round)
 
 
 def ceilings(dry: bool, budget_s: float) -> dict[str, float]:
@@ -215,16 +202,6 @@ def moving_rows(limits: dict[str, float], dry: bool, budget_s: float) -> Iterato
                   "bytes": 2 * sum(part.nbytes for part in parts)}, limits)  # fmt: skip
 
 
-def shares(row: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
-    """The row with its rates and what they are of the ceilings."""
-    row["bytes_per_s"] = row["bytes"] / row["seconds"]
-    row["of_copy"] = row["bytes_per_s"] / limits["copy_bytes_per_s"]
-    if "flops" in row:
-        row["flops_per_s"] = row["flops"] / row["seconds"]
-        row["of_matmul"] = row["flops_per_s"] / limits["matmul_flops_per_s"]
-    return row
-
-
 def label(shape: Shape) -> str:
     """The shape in a table's cell."""
     return f"{shape.batch} x {shape.context}{' ragged' if shape.ragged else ''}, {shape.heads} heads, " + (
@@ -258,13 +235,14 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.account:
-        print("\n".join([*expected_lines(options.account), *expected_prefill(options.account)]))
+        lines = (expected_lines, expected_prefill, expected_sparse_lines)
+        print("\n".join(line for expected in lines for line in expected(options.account)))
         return 0
     if not options.dry and this_chip() is None:
         print(f"{jax.devices()[0].device_kind} is no GPU these kernels are tuned for: try --dry.", file=sys.stderr)
         return 1
     shapes = DRY if options.dry else SHAPES
-    budget_s = options.seconds / (2 + 2 * len(shapes) + 13)
+    budget_s = options.seconds / (2 + 2 * len(shapes) + 13 + SPARSE_ROWS)
     limits = ceilings(options.dry, budget_s)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
           f"matmul {limits['matmul_flops_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
@@ -276,7 +254,7 @@ def main(arguments: list[str]) -> int:
     for row in prefill_rows(options.dry, partial(seconds_of, budget_s=budget_s)):
         rows.append(shares(row | {"ok": row["error"] <= WORST_ERROR}, limits))
         print(line(rows[-1]), flush=True)
-    for row in moving_rows(limits, options.dry, budget_s):
+    for row in chain(sparse_rows(limits, options.dry, budget_s), moving_rows(limits, options.dry, budget_s)):
         rows.append(row)
         print(line(row), flush=True)
     units = {"bytes_per_s": "TB/s", "flops_per_s": "TFLOP/s"}

@@ -119,15 +119,16 @@ def key_of(entry: dict[str, Any]) -> tuple[str, str, int]:
     return entry["backend"], entry["rows"], entry["heads"]
 
 
-def write(chip: str, best: list[dict[str, Any]]) -> None:
+def write(chip: str, best: list[dict[str, Any]], path: Path = TABLE) -> None:
     """Replace the chip's entries for the same rows and heads, one entry a line."""
-    chips = {name: {key_of(e): e for e in entries} for name, entries in json.loads(TABLE.read_text())["chips"].items()}
+    old = json.loads(path.read_text(encoding="utf-8"))["chips"] if path.exists() else {}
+    chips = {name: {key_of(e): e for e in entries} for name, entries in old.items()}
     chips.setdefault(chip, {}).update({key_of(entry): entry for entry in best})
     lines = [
         f'"{name}": [\n' + ",\n".join(json.dumps(entry) for entry in entries.values()) + "\n]"
         for name, entries in chips.items()
     ]
-    TABLE.write_text('{\n"chips": {\n' + ",\n".join(lines) + "\n}\n}\n", encoding="utf-8")
+    path.write_text('{\n"chips": {\n' + ",\n".join(lines) + "\n}\n}\n", encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:

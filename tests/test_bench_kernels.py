@@ -26,14 +26,10 @@ def test_a_dry_run_checks_every_kernel_and_writes_every_number(bench, tmp_path, 
     told = json.loads(out.read_text())
     assert told["dry"] is True and set(told["ceilings"]) == {"copy_bytes_per_s", "matmul_flops_per_s"}
     names = [row["kernel"] for row in told["kernels"]]
-    assert names == ["mla_decode triton"] * 2 + [
-        "mla_prefill absorbed",
-        "mla_prefill expanded",
-        "gqa_attention",
-        "page_move gather",
-        "page_move scatter",
-        "dop_exchange pack",
-    ]
+    prefill = ["mla_prefill absorbed", "mla_prefill expanded", "gqa_attention"]
+    sparse = ["sparse_mla triton", "indexer_topk triton", "indexer_topk select", "jax.lax.top_k, sorted"]
+    moving = ["page_move gather", "page_move scatter", "dop_exchange pack"]
+    assert names == ["mla_decode triton"] * 2 + prefill + sparse + moving
     for row in told["kernels"]:
         assert row["ok"] and row["seconds"] > 0
         assert row["bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"])
@@ -45,6 +41,7 @@ def test_a_dry_run_checks_every_kernel_and_writes_every_number(bench, tmp_path, 
 def test_a_wrong_kernel_fails_the_run(bench, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ceilings", lambda *_: {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": 1.0})
     monkeypatch.setattr(bench, "decode_rows", lambda *_: iter(()))
+    monkeypatch.setattr(bench, "sparse_rows", lambda *_: iter(()))
     wrong = bench.shares({"kernel": "x", "shape": "y", "seconds": 2.0, "ok": False, "bytes": 4}, bench.ceilings())
     assert wrong["of_copy"] == 2.0
     monkeypatch.setattr(bench, "prefill_rows", lambda *_: iter(()))
@@ -61,5 +58,8 @@ def test_without_a_gpu_it_says_so(bench, capsys):
 def test_the_account_needs_no_gpu(bench, capsys):
     assert bench.main(["--account", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 * 2 + 4 + 8 + 2, "of decode BF16 by two backends, FP8 by one; prefill; shared key heads"
+    decode, prefill, sparse = 4 * 2 + 4, 8 + 2, 3 + 2 * 3
+    assert len(lines) == decode + prefill + sparse
     assert "128 x 4096, 128 heads, BF16" in lines[0] and "146 GFLOP, limit 0.148 ms" in lines[0]
+    assert lines[22].startswith("sparse  128 decodes, 2048 of 16384, 128 heads, FP8: ") and "73 GFLOP" in lines[22]
+    assert lines[-1].startswith("select  1024 prompt rows, 2048 of 32768, 64 heads, FP8: ")

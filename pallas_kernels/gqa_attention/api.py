@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.chip import CHIPS, target_name
+from pallas_kernels.chip import CHIPS, target_chip
 from pallas_kernels.gqa_attention import ref, triton
 from pallas_kernels.gqa_attention.tuning import config_for
 from pallas_kernels.select import run_first
@@ -61,7 +61,7 @@ def gqa_attention(
         raise ValueError(f"{H} query heads do not share {G} key heads alike.")
     if T * tile != R or seen.shape != (R,):
         raise ValueError(f"{T} tiles of {tile} rows, but {R} queries and {seen.shape[0]} counts of what they see.")
-    target = target_name(chip)
+    target = target_chip(chip)
 
     def by_triton() -> tuple[jax.Array, jax.Array]:
         if keys.dtype.itemsize != 2 and not interpret:

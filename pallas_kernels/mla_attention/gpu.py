@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import pallas_kernels.mla_decode as kernels
 import pallas_kernels.mla_prefill as prefill
-from pallas_kernels.chip import target_name
+from pallas_kernels.chip import target_chip
 from pallas_kernels.mla_attention import xla
 from pallas_kernels.mla_attention.table import PageTable
 from pallas_kernels.mla_decode.formats import is_fp8
@@ -47,7 +47,7 @@ def _by_a_kernel(
     q: jax.Array, pool: jax.Array, pages: jax.Array, seen: jax.Array, value_width: int, chip: str | None
 ) -> tuple[jax.Array, jax.Array] | None:
     """By the first kernel that takes it; by the oracle where there is no GPU; None where every kernel refuses."""
-    target = target_name(chip)
+    target = target_chip(chip)
     for backend in kernels.order_of(target, q.shape[1])[:-1] if target else ("ref",):
         try:
             return kernels.mla_decode(q, pool, pages, seen, value_width=value_width, backend=backend, chip=chip)
@@ -60,7 +60,7 @@ def _tiles_by_a_kernel(
     q: jax.Array, pool: jax.Array, pages: jax.Array, seen: jax.Array, tile: int, value_width: int, chip: str | None
 ) -> tuple[jax.Array, jax.Array] | None:
     """Tile by tile or row by row, whichever the cost rule finds cheaper; None where there is no GPU or it refuses."""
-    target = target_name(chip)
+    target = target_chip(chip)
     if target is None:
         return None
     (rows, heads, columns), tiles = q.shape, pages.shape[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.chip import CHIPS, target_name
+from pallas_kernels.chip import CHIPS, known_chip, target_chip
 from pallas_kernels.mla_decode import hopper, ref, triton
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_decode.tuning import config_for
@@ -49,11 +49,11 @@ def mla_decode(
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
     _check(q, pool, pages, held, value_width)
-    target = target_name(chip)
+    target = target_chip(chip)
 
     def gpu(kernel: Any, name: str) -> Any:
         def call(*args: Any) -> tuple[jax.Array, jax.Array]:
-            chosen = config or config_for(_known(target, name), name, _rows(pool), q.shape[1])
+            chosen = config or config_for(known_chip(target, name), name, _rows(pool), q.shape[1])
             if work is not None and (work.block, work.workers) != (chosen.block_tokens, chosen.workers):
                 raise ValueError(
                     f"work was cut in blocks of {work.block} for {work.workers} workers, but {name} takes "
@@ -86,17 +86,11 @@ def order_of(chip: str | None, heads: int) -> tuple[str, ...]:
 def plan_decode(held: jax.Array, *, heads: int, fp8: bool, backend: str = "triton", chip: str | None = None) -> Work:
     """Cut i32[B] histories into work for `mla_decode` with so many heads per rank: once per step, not per layer."""
     rows = "fp8" if fp8 else "plain"
-    return config_for(_known(target_name(chip), backend), backend, rows, heads).plan(held)
+    return config_for(known_chip(target_chip(chip), backend), backend, rows, heads).plan(held)
 
 
 def _rows(pool: jax.Array) -> str:
     return "fp8" if is_fp8(pool) else "plain"
-
-
-def _known(chip: str | None, backend: str) -> str:
-    if chip is None:
-        raise ValueError(f"{backend} needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
-    return chip
 
 
 def _check(q: jax.Array, pool: jax.Array, pages: jax.Array, held: jax.Array, value_width: int) -> None:

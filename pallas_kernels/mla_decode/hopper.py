@@ -84,7 +84,7 @@ def decode(
     q = jnp.pad(q.astype(pool.dtype), ((0, 0), (0, padded - heads), (0, 0)))
     work = config.plan(held) if work is None else work
     items = _items(work, pages, held, q, pool, value_width=value_width, config=config, interpret=interpret)
-    out, lse = triton.merge(work, items, interpret)
+    out, lse = triton.merge(work, items, interpret, "mla_decode")
     return out[:, :heads], lse[:, :heads]
 
 

@@ -6,6 +6,7 @@ size will do), and keeps the next blocks in flight while it computes. Items of o
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,6 +20,8 @@ from pallas_kernels.mla_decode.formats import GROUP, fp8_row_bytes, fp8_views, i
 from pallas_kernels.mla_decode.work import Work, split_work
 
 LOG2E = math.log2(math.e)
+
+Found = tuple[jax.Array, jax.Array, jax.Array]  # page, slot, and whether the token counts
 
 
 @final
@@ -49,59 +52,95 @@ def decode(
     work: Work | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.mla_decode`. Refuses widths and blocks that are no powers of two of at least 16."""
-    H, D = q.shape[1:]
-    rotary = D - value_width
+    """See `api.mla_decode`. Refuses as `views` does."""
+    pools = views(q, pool, value_width=value_width, config=config, interpret=interpret)
+    work = config.plan(held) if work is None else work
+    find = functools.partial(_by_page, page_size=pool.shape[1])
+    static = {"value_width": value_width, "config": config, "interpret": interpret, "name": "mla_decode"}
+    return attend(q, pools, held, pages, find, work, **static)
+
+
+def _by_page(pages: Any, row: jax.Array, token: jax.Array, mine: jax.Array, *, page_size: int) -> Found:
+    page = pltriton.load(pages.at[row, token // page_size], mask=mine, other=0)
+    return page, token % page_size, mine
+
+
+def views(
+    q: jax.Array, pool: jax.Array, *, value_width: int, config: TritonConfig, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """The pool as the kernel reads it: itself, or the three views of FP8 rows.
+
+    Refuses widths and blocks that are no powers of two of at least 16, float32 rows outside interpret mode, and pools
+    as `refuse_wide` does.
+    """
+    rotary = q.shape[-1] - value_width
     for name, size in (("latent width", value_width), ("rotary width", rotary), ("block of heads", config.block_heads)):
         if size < 16 or size & (size - 1):
             raise NotImplementedError(f"Triton arrays are powers of two from 16: the {name} is {size}.")
     if is_fp8(pool):
         fp8_row_bytes(value_width, rotary)
-        pools, cast = tuple(fp8_views(pool)), jnp.bfloat16
-    else:
-        pools, cast = (pool,), pool.dtype
-    if cast == jnp.float32 and not interpret:
+    elif pool.dtype == jnp.float32 and not interpret:
         raise NotImplementedError("float32 rows do not fit in shared memory: give BF16 or FP8 rows.")
-
-    heads = -(-H // config.block_heads) * config.block_heads
-    q = jnp.pad(q.astype(cast), ((0, 0), (0, heads - H), (0, 0)))
-    work = config.plan(held) if work is None else work
-    args = (work, pages, held, q, pools)
-    out, lse = merge(work, _items(*args, value_width=value_width, config=config, interpret=interpret), interpret)
-    return out[:, :H], lse[:, :H]
+    pools = tuple(fp8_views(pool)) if is_fp8(pool) else (pool,)
+    refuse_wide(*pools)
+    return pools
 
 
-def _items(
-    work: Work,
-    pages: jax.Array,
-    held: jax.Array,
+def refuse_wide(*arrays: jax.Array) -> None:
+    """Refuse what Pallas' Triton backend addresses wrongly: up to 4 GiB its offsets are int32, counted in elements."""
+    for x in arrays:
+        if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
+            raise NotImplementedError(
+                f"{x.size} elements of {x.dtype} are beyond the 32-bit offsets that Pallas' Triton backend has up to "
+                "4 GiB: make the pool smaller than 2 GiB or larger than 4 GiB."
+            )
+
+
+def attend(
     q: jax.Array,
     pools: tuple[jax.Array, ...],
+    held: jax.Array,
+    table: jax.Array,
+    find: Callable[[Any, jax.Array, jax.Array, jax.Array], Found],
+    work: Work,
     *,
     value_width: int,
     config: TritonConfig,
     interpret: bool,
-) -> list[jax.Array]:
-    """Rows of one item into their place in f32[B, H, V] and f32[B, H], all other items into parts [N, H, V], [N, H]."""
-    B, H, D = q.shape
-    N = work.items.shape[0]
-    page_size = pools[0].shape[1]
-    kernel = functools.partial(
-        _item_kernel, page_size=page_size, value_width=value_width, rotary=D - value_width, config=config
-    )
-    shapes = [(B, H, value_width), (B, H), (N, H, value_width), (N, H)]
-    return pl.pallas_call(
+    name: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q[B, H, D] over the first `held` tokens of each row, wherever `find` says that they lie.
+
+    Args:
+      pools: as `views` gives them.
+      find: `find(table, row, token, mine)` is called in the kernel with i32[L] tokens and which of them the row has; it
+        answers with their pages, slots, and which of them count.
+      work: over `held`. Where it has one item for every row, no parts are kept and nothing is merged.
+
+    Returns as `api.mla_decode` does.
+    """
+    (B, H, D), N = q.shape, work.items.shape[0]
+    cast = pools[0].dtype if len(pools) == 1 else jnp.bfloat16
+    heads = -(-H // config.block_heads) * config.block_heads
+    q = jnp.pad(q.astype(cast), ((0, 0), (0, heads - H), (0, 0)))
+    parts = N if N > B else 1
+    kernel = functools.partial(_item_kernel, find=find, value_width=value_width, rotary=D - value_width, config=config)
+    shapes = [(B, heads, value_width), (B, heads), (parts, heads, value_width), (parts, heads)]
+    out, lse, *rest = pl.pallas_call(
         kernel,
-        grid=(H // config.block_heads, N),  # the head blocks of an item run side by side and share its rows in L2
+        grid=(heads // config.block_heads, N),  # an item's head blocks run side by side and share its rows in L2
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=pltriton.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
-        name="mla_decode_items",
-    )(work.items, pages, held, q, *pools)
+        name=f"{name}_items",
+    )(work.items, table, held, q, *pools)
+    if N > B:
+        out, lse = merge(work, [out, lse, *rest], interpret, name)
+    return out[:, :H], lse[:, :H]
 
 
 def _item_kernel(
-    items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int, rotary: int, config: Any
+    items: Any, table: Any, held: Any, q: Any, *refs: Any, find: Any, value_width: int, rotary: int, config: Any
 ) -> None:
     *pools, out, lse, part, part_lse = refs
     N, L = config.block_heads, config.block_tokens
@@ -117,9 +156,8 @@ def _item_kernel(
     def block(i: jax.Array, carry: Any) -> Any:
         top, total, acc = carry
         token = i * L + tokens
-        mine = token < length
-        page = pltriton.load(pages.at[at, token // page_size], mask=mine, other=0)
-        k_V, k_R = read(pools, page, token % page_size, mine, value_width, rotary)
+        page, slot, mine = find(table, at, token, token < length)
+        k_V, k_R = read(pools, page, slot, mine, value_width, rotary)
         logits = pltriton.dot(q_V, k_V.T) + pltriton.dot(q_R, k_R.T)
         logits = jnp.where(mine[None], logits * LOG2E, -jnp.inf)
         new_top = jnp.maximum(top, logits.max(1))
@@ -128,7 +166,7 @@ def _item_kernel(
         acc = acc * scale[:, None] + pltriton.dot(p.astype(k_V.dtype), k_V)
         return new_top, total * scale + p.sum(1), acc
 
-    # The first block of an item always has a token, so the floor is never what a row's maximum stays at.
+    # Of an item without a token the floor stays the maximum: its total is 0, and a weight below the floor is too.
     zero = jnp.zeros((N,), jnp.float32)
     start = (jnp.full_like(zero, -1e30), zero, jnp.zeros((N, value_width), jnp.float32))
     top, total, acc = lax.fori_loop(begin, end, block, start)
@@ -175,7 +213,7 @@ def _fp8_rows(
     return k_LGg.astype(jnp.bfloat16).reshape(L, latent), k_R
 
 
-def merge(work: Work, items: list[jax.Array], interpret: bool) -> tuple[jax.Array, jax.Array]:
+def merge(work: Work, items: list[jax.Array], interpret: bool, name: str) -> tuple[jax.Array, jax.Array]:
     """Put the union of the parts of every row that has several in its place."""
     out, lse, part, part_lse = items
     B, H, V = out.shape
@@ -187,7 +225,7 @@ def merge(work: Work, items: list[jax.Array], interpret: bool) -> tuple[jax.Arra
         input_output_aliases={3: 0, 4: 1},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
-        name="mla_decode_merge",
+        name=f"{name}_merge",
     )(work.first, part, part_lse, out, lse)
     return merged[0], merged[1]
 

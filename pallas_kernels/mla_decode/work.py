@@ -49,3 +49,10 @@ def split_work(held: jax.Array, *, block: int, workers: int, overhead: int) -> W
     columns = (jnp.where(exists, row, -1), begin, jnp.where(exists, end, begin), of == 1)
     items = jnp.stack([x.astype(jnp.int32) for x in columns], -1)
     return Work(items=items, first=first, block=block, workers=workers)
+
+
+def whole_rows(held: jax.Array, *, block: int, workers: int) -> Work:
+    """One item for every row: where the rows alone fill the chip, there is nothing to cut and nothing to merge."""
+    rows = jnp.arange(held.shape[0] + 1, dtype=jnp.int32)
+    items = jnp.stack([rows[:-1], jnp.zeros_like(held), -(-held // block), jnp.ones_like(held)], -1)
+    return Work(items=items, first=rows, block=block, workers=workers)

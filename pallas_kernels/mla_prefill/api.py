@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chip import CHIPS, target_name
+from pallas_kernels.chip import CHIPS, target_chip
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_prefill import absorbed, expanded, ref
 from pallas_kernels.mla_prefill.account import Call, cheaper_form
@@ -69,7 +69,7 @@ def mla_prefill(
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
     _check(q, pool, pages, seen, tile, value_width, sequence, w_uk, w_uv, form)
-    target = target_name(chip)
+    target = target_chip(chip)
     tiles = seen.shape[0] // tile
     own = jnp.arange(tiles, dtype=jnp.int32) if sequence is None else sequence
     if w_uk is None or w_uv is None:

@@ -32,9 +32,10 @@ def same_compilers(evidence: dict[str, Any]) -> bool:
     return (evidence["jax"], evidence["ptxas"]) == (jax.__version__, ptxas_version())
 
 
-def test_the_evidence_is_of_the_pinned_compilers():
+@pytest.mark.parametrize("op", ["mla_decode", "sparse_mla", "indexer_topk"])
+def test_the_evidence_is_of_the_pinned_compilers(op):
     pinned = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text(encoding="utf-8")
-    for entries in table("mla_decode").values():
+    for entries in table(op).values():
         for evidence in (entry["evidence"] for entry in entries):
             assert f"\njax=={evidence['jax']};" in pinned, "scripts/tune_kernels.py --keep --write compiles it anew"
             assert f"\nnvidia-cuda-nvcc=={evidence['ptxas']}." in pinned, "scripts/tune_kernels.py, likewise"

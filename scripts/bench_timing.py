@@ -1,0 +1,32 @@
+"""What the benchmarks of kernels share: how a call is timed, and what its rates are of the ceilings."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+
+
+def seconds_of(calls: list[Callable[[], Any]], budget_s: float, repeats: int = 20) -> float:
+    """Median seconds of one call, of `calls` that take turns on buffers of their own; each is warmed up first."""
+    for call in calls:
+        jax.block_until_ready(call())
+    per_round, end = [], time.perf_counter() + budget_s
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready([call() for call in calls])
+        per_round.append((time.perf_counter() - begin) / len(calls))
+        if time.perf_counter() > end:
+            break
+    return median(per_round)
+
+
+def shares(row: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
+    """The row with its rates and what they are of the ceilings."""
+    row["bytes_per_s"] = row["bytes"] / row["seconds"]
+    row["of_copy"] = row["bytes_per_s"] / limits["copy_bytes_per_s"]
+    if "flops" in row:
+        row["flops_per_s"] = row["flops"] / row["seconds"]
+        row["of_matmul"] = row["flops_per_s"] / limits["matmul_flops_per_s"]
+    return row

@@ -118,7 +118,7 @@ def attend_tiles(
         interpret=interpret,
         name=name,
     )(work.items, pages, seen, q, *pools)
-    out, lse = merge(work, list(found), interpret) if split else found
+    out, lse = merge(work, list(found), interpret, name) if split else found
     return out.reshape(T, G, padded, -1)[:, :, :N], lse.reshape(T, G, padded)[:, :, :N]
 
 

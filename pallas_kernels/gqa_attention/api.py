@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.chip import CHIPS, target_chip
+from pallas_kernels.chip import known_chip, target_chip
 from pallas_kernels.gqa_attention import ref, triton
 from pallas_kernels.gqa_attention.tuning import config_for
 from pallas_kernels.select import run_first
@@ -66,9 +66,7 @@ def gqa_attention(
     def by_triton() -> tuple[jax.Array, jax.Array]:
         if keys.dtype.itemsize != 2 and not interpret:
             raise NotImplementedError(f"the tuned kernels read 16-bit keys, not {keys.dtype}.")
-        if config is None and target is None:
-            raise ValueError(f"triton needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
-        chosen = config or config_for(str(target), D, tile * (H // G))
+        chosen = config or config_for(known_chip(target, "triton"), D, tile * (H // G))
         return triton.attend(q, keys, values, pages, seen, tile=tile, config=chosen, interpret=interpret)
 
     def by_ref() -> tuple[jax.Array, jax.Array]:

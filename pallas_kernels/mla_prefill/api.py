@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chip import CHIPS, target_chip
+from pallas_kernels.chip import known_chip, target_chip
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_prefill import absorbed, expanded, ref
 from pallas_kernels.mla_prefill.account import Call, cheaper_form
@@ -87,9 +87,7 @@ def mla_prefill(
     def chosen() -> Any:
         if config is not None:
             return config
-        if target is None:
-            raise ValueError(f"triton needs to know its GPU: name a chip ({', '.join(CHIPS)}) or give a config.")
-        return config_for(target, taken, "fp8" if is_fp8(pool) else "plain", q.shape[1], tile)
+        return config_for(known_chip(target, "triton"), taken, "fp8" if is_fp8(pool) else "plain", q.shape[1], tile)
 
     def triton() -> tuple[jax.Array, jax.Array]:
         how = chosen()

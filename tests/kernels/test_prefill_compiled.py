@@ -94,7 +94,7 @@ def test_shared_key_heads_compile_to_what_the_table_says(chip, width, tile):
     check(chip, gqa_entry(chip, width, tile * 8), kernels["gqa_attention"])
     assert kernels["gqa_attention"].spills == 0
     if tile == 1:
-        assert kernels["mla_decode_merge"].spills == 0, "64 rows are split over their keys"
+        assert kernels["gqa_attention_merge"].spills == 0, "64 rows are split over their keys"
 
 
 @pytest.mark.slow

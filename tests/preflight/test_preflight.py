@@ -17,6 +17,7 @@ from splash_jax.errors import ConfigError, TargetError
 from splash_jax.models.config import ModelConfig
 from splash_jax.preflight import Case, Report, compile_case, draw_case, make_report
 from splash_jax.preflight.case import read_model
+from splash_jax.preflight.programs import step_keys
 from splash_jax.preflight.timeline import timeline
 from splash_jax.runtime import Programs, SwitchKey, spread_programs
 from splash_jax.runtime.keys import PartKey
@@ -50,11 +51,15 @@ def compiler() -> None:
         pytest.skip(str(missing))
 
 
-def small_case(layouts: tuple[str, ...], hardware: str = "h200", kinds: tuple[str, ...] = (), **changes: Any) -> Case:
+def small_case(
+    layouts: tuple[str, ...], hardware: str = "h200", kinds: tuple[str, ...] = (), attention_backend: str = "xla",
+    **changes: Any,
+) -> Case:  # fmt: skip
     model = ModelConfig.from_dict({**SMALL, **SIZES, **changes}, "small fixture")
     return draw_case(
         "small fixture", load_hardware(hardware), num_devices=8, layouts=layouts, batch=16, context=1024,
         prefill_tokens=256, block_size=16, memory_fraction=0.001, config=model, kinds=kinds,
+        attention_backend=attention_backend,
     )  # fmt: skip
 
 
@@ -101,6 +106,19 @@ def test_both_primitives_lie_beside_compute(both):
 def test_every_direction_lies_beside_compute():
     """All twelve, beside an expert layer, in decode and prefill steps."""
     check(compiled(small_case(LAYOUTS, kinds=("moe",), n_routed_experts=8)))
+
+
+@pytest.mark.slow
+def test_steps_with_attention_kernels_compile_in_every_layout():
+    """As an engine on eight H200 takes them by default: decode rows and prompt tiles, one head a rank or all eight."""
+    case = small_case(LAYOUTS, kinds=("dense",), attention_backend="auto", **DENSE)
+    assert (case.shapes.attention_backend, case.shapes.attention_chip) == ("gpu", "h200")
+    programs = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes)
+    for key in step_keys(case):
+        if key.part == "dense":
+            text = programs.get(key).as_text()
+            assert "mla_decode" in text, str(key)
+            assert ("mla_prefill" in text) == (key.bucket.tiles > 0), str(key)
 
 
 @pytest.mark.slow

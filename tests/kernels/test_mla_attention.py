@@ -216,7 +216,9 @@ def test_what_a_decode_row_sees_is_counted():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["tiles and decode rows", "shares", "interleave 2"])
+@pytest.mark.parametrize(
+    "name", ["shares", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tiles and decode rows", "interleave 2"))]
+)
 def test_tiles_reach_prefill_with_what_their_rows_see(name, monkeypatch):
     """On a GPU: the oracle stands in for the kernel, which has tests of its own."""
     case, given, called = CASES[name], inputs(name), []

@@ -64,7 +64,8 @@ def test_the_absorbed_form_compiles_to_what_the_table_says(chip, rows):
     assert bool(kernels["mla_prefill"].instructions["cvt.rn.f16x2.e4m3x2"]) == (rows == "fp8")
 
 
-@pytest.mark.parametrize("tile", [128, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [128, 64])
 def test_the_expanded_form_compiles_to_what_the_table_says(chip, tile):
     def prefill(q: Any, pool: Any, pages: Any, seen: Any, sequence: Any, w_uk: Any, w_uv: Any) -> Any:
         return mla_prefill(

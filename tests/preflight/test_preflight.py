@@ -89,6 +89,7 @@ def both() -> Report:
     return compiled(small_case(("dop", "cp"), **DENSE))
 
 
+@pytest.mark.slow
 def test_both_primitives_lie_beside_compute(both):
     check(both)
     assert [s.primitives for s in both.switches] == [
@@ -176,6 +177,7 @@ def test_a_model_is_a_name_or_a_folder(tmp_path):
     assert read_model(str(tmp_path)).hidden_size == 256
 
 
+@pytest.mark.slow
 def test_the_command_prints_writes_and_draws(both: Report, tmp_path: Path, monkeypatch, capsys):
     """With the programs that another test compiled: the case is the same, and so are their keys."""
     monkeypatch.setattr(preflight, "compile_case", lambda case, progress: both.facts)

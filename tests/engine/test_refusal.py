@@ -468,6 +468,14 @@ def test_a_setting_that_there_is_not(small: Path, name: str, words: str) -> None
         LLM(small, **{name: 1})
 
 
+def test_attention_kernels_are_refused_where_there_are_none(small: Path) -> None:
+    with pytest.raises(ConfigError, match="attention_backend must be one of auto, gpu, xla, got 'cuda'"):
+        make_llm(small, num_devices=1, layouts=("tp",), attention_backend="cuda")
+    words = 'attention_backend "gpu" has kernels for h100, h200, b200, and this is cpu. Use "auto" or "xla"'
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make_llm(small, num_devices=1, layouts=("tp",), attention_backend="gpu")
+
+
 def test_progress_is_told_unless_nobody_wants_it(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen = []
     make_llm(small, num_devices=1, layouts=("tp",), progress=lambda what, done, total: seen.append((what, done, total)))

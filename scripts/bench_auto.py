@@ -23,6 +23,7 @@ from rich.table import Table
 
 from splash_jax import LLM, SamplingParams, small_model
 from splash_jax.calibrate import calibrate, profile_toml
+from splash_jax.cli.values import print_table
 from splash_jax.engine import EngineConfig, draw_up
 from splash_jax.ownership.footprint import IN_TRANSIT
 
@@ -121,7 +122,7 @@ def _print(llm: LLM, runs: dict[str, list[dict[str, Any]]]) -> None:
             name, f"{medians[name]:.1f} ({spread})", f"{medians[name] / best:.3f}", str(last["steps"]),
             str(last["most_running"]), str(last["queued_steps"]), str(last["switches"]), last["layouts"],
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     console.print(
         f"auto: {medians['auto'] / best:.3f} of the best fixed, {worst / medians['auto']:.2f} x faster than the worst"
     )

@@ -80,9 +80,4 @@ def _held(layout: Layout) -> np.ndarray:
 
 def _pages_by_lag(kv: KVShape, layout: Layout, tokens: np.ndarray) -> np.ndarray:
     """`KVShape.pages_held` of every request for every lag. i64[lags, B]."""
-    shares = layout.position_shares
-    lags = np.arange(shares)[:, None]
-    blocks, rest = np.divmod(tokens, kv.interleave)
-    whole = blocks // shares + (blocks % shares > lags)
-    held = whole * kv.interleave + np.where(blocks % shares == lags, rest, 0)
-    return -(-held // kv.page_size)
+    return kv.pages_held(layout, np.arange(layout.position_shares)[:, None], tokens)

@@ -1,6 +1,8 @@
 """Which page of which rank holds what: the host half of the paged KV store. No jax."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from splash_jax.errors import PoolCorrupt, RequestError
 from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages, lags_of_holders
@@ -21,16 +23,22 @@ class PagePool:
         self._pages: dict[str, dict[int, list[int]]] = {}
         self._home: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
+        self._until: dict[str, int] = {}  # tokens that the pages of every holder have room for
+        self._at_home = [0] * layout.size  # requests
 
     @classmethod
     def adopt(cls, manifest: Manifest) -> "PagePool":
         """The pool that a manifest describes, as after a switch."""
         pool = cls(manifest.layout, manifest.kv, manifest.pages_per_rank)
         for name, request in manifest.requests.items():
-            pool._home[name], pool._tokens[name] = request.home, request.num_tokens
+            pool._home[name] = request.home
+            pool._at_home[request.home] += 1
+            pool._set_tokens(name, request.num_tokens)
             pool._pages[name] = {rank: list(pages) for rank, pages in request.pages.items()}
-        taken = [{p for pages in pool._pages.values() for p in pages.get(r, ())} for r in range(pool.layout.size)]
-        pool._free = [[p for p in range(pool.pages_per_rank - 1, -1, -1) if p not in t] for t in taken]
+        for rank in range(pool.layout.size):
+            held, free = pool._held(rank), np.ones(pool.pages_per_rank, bool)
+            free[held[(held >= 0) & (held < len(free))]] = False
+            pool._free[rank] = np.flatnonzero(free)[::-1].tolist()
         pool.check()
         return pool
 
@@ -59,7 +67,9 @@ class PagePool:
         """Begin an empty history whose home is rank `home`."""
         if name in self._home:
             raise PoolCorrupt(f"request {name!r} is already in the pool.")
-        self._home[name], self._tokens[name] = home, 0
+        self._home[name] = home
+        self._at_home[home] += 1
+        self._set_tokens(name, 0)
         self._pages[name] = {rank: [] for rank in self._lags[home]}
 
     def holders(self, name: str) -> list[int]:
@@ -69,36 +79,65 @@ class PagePool:
     def growth(self, name: str, num_tokens: int) -> list[tuple[int, int]]:
         """Further pages each holder needs for `num_tokens` tokens: (rank, pages); 0 or less where it has enough."""
         lags = self._lags[self._home[name]]
-        return [
-            (rank, self.kv.pages_held(self.layout, lags[rank], num_tokens) - len(pages))
-            for rank, pages in self._pages[name].items()
-        ]
+        wanted = {lag: self.kv.pages_held(self.layout, lag, num_tokens) for lag in set(lags.values())}
+        return [(rank, wanted[lags[rank]] - len(pages)) for rank, pages in self._pages[name].items()]
+
+    def requests_held(self) -> list[int]:
+        """Of every rank: requests of which it holds some, or will."""
+        held = [0] * self.layout.size
+        for lags, count in zip(self._lags, self._at_home, strict=True):
+            for rank in lags:
+                held[rank] += count
+        return held
 
     def shortfall(self, name: str, num_tokens: int) -> int:
         """Pages that lack, on the worst rank, for a request to grow to `num_tokens`; 0 when it can."""
-        if self._has_room(name, num_tokens):
+        if num_tokens <= self._until[name]:
             return 0
         return max(0, *(need - len(self._free[rank]) for rank, need in self.growth(name, num_tokens)))
 
-    def _has_room(self, name: str, num_tokens: int) -> bool:
-        """Whether the last pages that a request has begun on every rank hold `num_tokens` too."""
-        return num_tokens <= -(-self._tokens[name] // self._boundary) * self._boundary
-
     def grow(self, name: str, num_tokens: int) -> None:
         """Take the pages for `num_tokens` tokens. Raises `PoolCorrupt` when they are not there: ask first."""
-        if not self._has_room(name, num_tokens):
+        if num_tokens > self._until[name]:
             growth = self.growth(name, num_tokens)
             if any(need > len(self._free[rank]) for rank, need in growth):
                 raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
             for rank, need in growth:
                 self._pages[name][rank].extend(self._free[rank].pop() for _ in range(need))
-        self._tokens[name] = max(self._tokens[name], num_tokens)
+            self._set_tokens(name, num_tokens)
+        elif num_tokens > self._tokens[name]:
+            self._tokens[name] = num_tokens
+
+    def grow_all(self, wanted: Mapping[str, int]) -> bool:
+        """`grow` every request to so many tokens, at least those it has; False, and none grown, where pages lack."""
+        if not self.has_all(wanted):
+            return False
+        until = self._until
+        for name, tokens in wanted.items():
+            if tokens > until[name]:
+                self.grow(name, tokens)
+        self._tokens.update(wanted)
+        return True
+
+    def has_all(self, wanted: Mapping[str, int]) -> bool:
+        """Whether there are pages for every request to grow to so many tokens."""
+        until, need = self._until, [0] * self.layout.size
+        for name, tokens in wanted.items():
+            if tokens > until[name]:
+                for rank, more in self.growth(name, tokens):
+                    need[rank] += more
+        return all(more <= len(free) for more, free in zip(need, self._free, strict=True))
+
+    def _set_tokens(self, name: str, num_tokens: int) -> None:
+        self._tokens[name] = num_tokens
+        self._until[name] = -(-num_tokens // self._boundary) * self._boundary
 
     def release(self, name: str) -> None:
         """Give back every page of a request."""
         for rank, pages in self._pages.pop(name).items():
             self._free[rank].extend(pages)
-        del self._home[name], self._tokens[name]
+        self._at_home[self._home[name]] -= 1
+        del self._home[name], self._tokens[name], self._until[name]
 
     def free_pages(self) -> list[int]:
         """Free pages of each rank."""
@@ -123,14 +162,20 @@ class PagePool:
     def check(self, live: Iterable[str] | None = None) -> None:
         """Raise `PoolCorrupt` unless every page is free or held exactly once, and (if given) only by `live`."""
         for rank, free in enumerate(self._free):
-            held = [page for pages in self._pages.values() for page in pages.get(rank, ())]
-            if sorted(free + held) != list(range(self.pages_per_rank)):
+            held = self._held(rank)
+            every = np.append(held, np.array(free, np.int64))
+            outside = (every < 0) | (every >= self.pages_per_rank)
+            if outside.any() or (np.bincount(every, minlength=self.pages_per_rank) != 1).any():
                 raise PoolCorrupt(
                     f"rank {rank}: {len(free)} free + {len(held)} held pages are not the {self.pages_per_rank} of the "
                     f"pool, each once."
                 )
         if live is not None and (stray := set(self._home) - set(live)):
             raise PoolCorrupt(f"pages are held for requests that are gone: {sorted(stray)[:8]}.")
+
+    def _held(self, rank: int) -> np.ndarray:
+        """Pages that requests hold on a rank. i64[pages]."""
+        return np.array([page for pages in self._pages.values() for page in pages.get(rank, ())], np.int64)
 
 
 def filled_pool(layout: Layout, kv: KVShape, pages_per_rank: int, tokens: Sequence[int]) -> PagePool:

@@ -1,5 +1,7 @@
 """One history kept in two page pools: while a switch is spread over steps, some layers run in either layout. No jax."""
 
+from collections.abc import Mapping
+
 from splash_jax.kv.pool import PagePool
 from splash_jax.ownership import Layout
 
@@ -41,12 +43,21 @@ class TwinPool:
         there = [(first + rank, need) for rank, need in self.dst.growth(name, num_tokens)]
         return self.src.growth(name, num_tokens) + there
 
+    def requests_held(self) -> list[int]:
+        return self.src.requests_held() + self.dst.requests_held()
+
     def shortfall(self, name: str, num_tokens: int) -> int:
         return max(self.src.shortfall(name, num_tokens), self.dst.shortfall(name, num_tokens))
 
     def grow(self, name: str, num_tokens: int) -> None:
         self.src.grow(name, num_tokens)
         self.dst.grow(name, num_tokens)
+
+    def has_all(self, wanted: Mapping[str, int]) -> bool:
+        return self.src.has_all(wanted) and self.dst.has_all(wanted)
+
+    def grow_all(self, wanted: Mapping[str, int]) -> bool:
+        return self.dst.has_all(wanted) and self.src.grow_all(wanted) and self.dst.grow_all(wanted)
 
     def release(self, name: str) -> None:
         self.src.release(name)

@@ -1,12 +1,14 @@
 """What every rank holds of every live request, as plain data."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from splash_jax.ownership.layout import Layout
+
+Count = TypeVar("Count", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +24,17 @@ class KVShape:
         alike = src.position_axes == dst.position_axes or src.position_shares == dst.position_shares == 1
         return self.page_size if alike else self.interleave
 
-    def tokens_held(self, layout: Layout, lag: int, num_tokens: int) -> int:
-        """Tokens that the rank `lag` shares after the home holds of a history of `num_tokens`."""
+    def tokens_held(self, layout: Layout, lag: Count, num_tokens: Count) -> Count:
+        """Tokens that the rank `lag` shares after the home holds of a history of `num_tokens`; arrays go together."""
         shares = layout.position_shares
         blocks, rest = divmod(num_tokens, self.interleave)
         whole = blocks // shares + (blocks % shares > lag)
-        return whole * self.interleave + (rest if blocks % shares == lag else 0)
+        return whole * self.interleave + rest * (blocks % shares == lag)  # pyright: ignore[reportReturnType]
 
-    def pages_held(self, layout: Layout, lag: int, num_tokens: int) -> int:
-        return math.ceil(self.tokens_held(layout, lag, num_tokens) / self.page_size)
+    def pages_held(self, layout: Layout, lag: Count, num_tokens: Count) -> Count:
+        return -(-self.tokens_held(layout, lag, num_tokens) // self.page_size)
 
-    def positions(self, layout: Layout, lag: int, local: np.ndarray) -> np.ndarray:
+    def positions(self, layout: Layout, lag: int | np.ndarray, local: np.ndarray) -> np.ndarray:
         """Global position of each local token index of a rank; the inverse of `local_index`. Any shape, integers."""
         block = local // self.interleave * layout.position_shares + lag
         return block * self.interleave + local % self.interleave

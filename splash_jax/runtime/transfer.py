@@ -137,26 +137,22 @@ def make_maps(route: Route, move: KVMove) -> list[Maps]:
     """The rounds of a plan's moves on a route: one, unless a gather is more uneven than the route has room for."""
     if reason := lacks_room(route, move):
         raise ValueError(reason)
-    T, sent = route.src.size, _by_sender(route, move)
-    rounds = max([1] + [math.ceil(len(s) / route.sends) for s in sent.values()])
-    result = []
-    for step in range(rounds):
-        reads, writes = map_widths(route)
-        read, write = np.zeros((T, reads), np.int32), np.full((T, writes), NOWHERE, np.int32)
-        if step == 0:
-            for rank, pairs in enumerate(move.local):
-                read[rank, : len(pairs)], write[rank, : len(pairs)] = pairs[:, 0], pairs[:, 1]
-        for key, grains in sent.items():
-            chunk = grains[step * route.sends : (step + 1) * route.sends]
-            source, receiver = (key, 0) if route.gathers else (key[0], route.src.index(key[1], route.axes))
-            at = route.locals + receiver * route.sends
-            read[source, at : at + len(chunk)] = [grain for grain, _ in chunk]
-            at = route.locals + route.src.index(source, route.axes) * route.sends
-            for index, (_, targets) in enumerate(chunk):
-                for rank, slot in targets:
-                    write[rank, at + index] = slot
-        result.append(Maps(read, write))
-    return result
+    buffers = _buffers(route, move)
+    longest = max((int(place.max()) + 1 for places in buffers.values() for place in places.values()), default=0)
+    rounds = max(1, -(-longest // max(1, route.sends)))
+    reads, writes = map_widths(route)
+    read = np.zeros((rounds, route.src.size, reads), np.int32)
+    write = np.full((rounds, route.src.size, writes), NOWHERE, np.int32)
+    for rank, pairs in enumerate(move.local):
+        read[0, rank, : len(pairs)], write[0, rank, : len(pairs)] = pairs[:, 0], pairs[:, 1]
+    for places in buffers.values():
+        for (source, destination), place in places.items():
+            pairs, (step, at) = move.sent[source, destination], np.divmod(place, route.sends)
+            receiver = 0 if route.gathers else route.src.index(destination, route.axes)
+            read[step, source, route.locals + receiver * route.sends + at] = pairs[:, 0]
+            sender = route.src.index(source, route.axes)
+            write[step, destination, route.locals + sender * route.sends + at] = pairs[:, 1]
+    return [Maps(*both) for both in zip(read, write, strict=True)]
 
 
 def _place(route: Route, rank: int) -> int:
@@ -168,23 +164,24 @@ def _fullest(route: Route, move: KVMove) -> int:
     """Grains in the fullest buffer: of a sender where all receive everything, else of a pair."""
     if not route.gathers:
         return move.busiest_pair
-    senders: dict[int, list[np.ndarray]] = {}
-    for (source, _), pairs in move.sent.items():
-        senders.setdefault(source, []).append(pairs[:, 0])
-    return max((len(np.unique(np.concatenate(slots))) for slots in senders.values()), default=0)
+    return max((int(p.max()) + 1 for places in _buffers(route, move).values() for p in places.values()), default=0)
 
 
-def _by_sender(route: Route, move: KVMove) -> dict:
-    """What each buffer carries, in order: source slot -> (rank, slot) of everyone who takes it.
+def _buffers(route: Route, move: KVMove) -> dict[object, dict[tuple[int, int], np.ndarray]]:
+    """For each buffer the pairs of ranks that it serves, and where in it each of their grains lies.
 
-    A buffer belongs to a sender where all ranks receive everything, else to a (sender, receiver) pair.
+    A buffer belongs to a sender where all ranks receive everything, and a grain lies in it once; else to a pair.
     """
-    buffers: dict = {}
-    for (source, destination), pairs in move.sent.items():
-        buffer = buffers.setdefault(source if route.gathers else (source, destination), {})
-        for grain, slot in pairs.tolist():
-            buffer.setdefault(grain, []).append((destination, slot))
-    return {key: list(buffer.items()) for key, buffer in buffers.items()}
+    buffers: dict[object, dict[tuple[int, int], np.ndarray]] = {}
+    for pair, grains in move.sent.items():
+        buffers.setdefault(pair[0] if route.gathers else pair, {})[pair] = grains[:, 0]
+    for served in buffers.values():
+        _, first, which = np.unique(np.concatenate(list(served.values())), return_index=True, return_inverse=True)
+        order = np.empty_like(first)
+        order[np.argsort(first)] = np.arange(len(first))
+        ends = np.cumsum([len(slots) for slots in served.values()])[:-1]
+        served.update(zip(served, np.split(order[which], ends), strict=True))
+    return buffers
 
 
 def move_weights(route: Route, moved: dict[str, jax.Array], head_dims: dict[str, int]) -> dict[str, jax.Array]:
@@ -346,9 +343,7 @@ def exact_route(shapes: Shapes, plan: SwitchPlan) -> Route:
         plan.after.pages_per_rank,
         plan.weights,
     )
-    return replace(
-        route, sends=max(map(len, _by_sender(route, plan.kv).values()), default=0), in_rounds=False, chunks=1
-    )
+    return replace(route, sends=_fullest(route, plan.kv), in_rounds=False, chunks=1)
 
 
 def plan_route(shapes: Shapes, plan: SwitchPlan, sends: int | None = None) -> Route:

@@ -12,6 +12,12 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class Rows(enum.Enum):
+    PROMPT = "prompt"  # more than the last token's are still to be computed
+    DRAW = "draw"  # the last token's, which draws the next
+    NONE = "none"  # its last token is drawn or being drawn, or it wants none
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt and one of its samples.
@@ -50,17 +56,15 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids) + self.in_flight
 
     @property
-    def drawn_all(self) -> bool:
-        """Whether its last token is drawn or being drawn, or it wants none."""
-        return self.score or self.total >= self.max_total
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether rows other than the last token's are still to be computed."""
+    def rows(self) -> Rows:
+        """What rows of it the next step may have."""
+        prompt = len(self.prompt_ids)
+        total = prompt + len(self.output_ids) + self.in_flight
         if self.score:
-            return self.computed < self.known
-        total = self.total
-        return self.computed < total - 1 or total == len(self.prompt_ids)
+            return Rows.PROMPT if self.computed < self.known else Rows.NONE
+        if self.computed < total - 1 or total == prompt:
+            return Rows.PROMPT
+        return Rows.NONE if total >= self.max_total else Rows.DRAW
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start .. stop - 1, all known."""

@@ -4,20 +4,19 @@ Everything that has a token to draw runs in every step; what room a step has lef
 pages run out, the youngest request gives its own back and is computed again later.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from splash_jax.kv import PagePool, TwinPool
 from splash_jax.ownership import Bucket, Layout, free_axes, groups_of_ranks, switch_buckets
-from splash_jax.scheduler.request import Request, Status
+from splash_jax.scheduler.request import Request, Rows, Status
 
 Pool = PagePool | TwinPool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`rows` rows of one request from position `start`; `draws` when the token after the last of them is drawn."""
 
     request: Request
@@ -73,12 +72,8 @@ class Scheduler:
 
     def under_pressure(self, pool: Pool) -> bool:
         """Whether the requests that draw next need more pages than are free, so that someone must give way."""
-        free = pool.free_pages()
-        for request in self.running:
-            if not request.prefilling and not request.drawn_all:
-                for rank, need in pool.growth(request.name, request.computed + 1):
-                    free[rank] -= max(0, need)
-        return min(free) < 0
+        drawing = (request for request in self.running if request.rows is Rows.DRAW)
+        return not pool.has_all({request.name: request.computed + 1 for request in drawing})
 
     def schedule(self, pool: Pool, switching: bool = False, chunk: int | None = None) -> Schedule:
         """Choose the next step's rows and take their pages in `pool`.
@@ -93,8 +88,12 @@ class Scheduler:
         prompts: list[Request] = []
         drawing: list[Request] = []
         for request in self.running:
-            (prompts if request.prefilling else drawing).append(request)
-        for request in [r for r in drawing if not r.drawn_all]:
+            match request.rows:
+                case Rows.PROMPT:
+                    prompts.append(request)
+                case Rows.DRAW:
+                    drawing.append(request)
+        for request in () if step.take_all(drawing) else drawing:
             if request.status is not Status.RUNNING or not step.has_row(request):
                 continue
             while request.status is Status.RUNNING and pool.shortfall(request.name, request.computed + 1):
@@ -125,10 +124,12 @@ class Scheduler:
             step.take_prompt(request, rows, draws=last and not request.score)
 
     def _admit(self, step: "_Step") -> None:
-        pool = step.pool
+        if not (self.waiting and self._slots):
+            return
+        pool, load = step.pool, self._load(step.pool)
         while self.waiting and self._slots:
             request = self.waiting[0]
-            home = self._choose_home(pool, step.homes_with_room())
+            home = self._lightest(pool.layout, load, step.homes_with_room())
             pool.add(request.name, home)
             if step.prompt_rows(request) == 0 or not self._fits(pool, request):
                 pool.release(request.name)
@@ -137,20 +138,14 @@ class Scheduler:
             self.waiting.popleft()
             request.status, request.slot = Status.RUNNING, self._slots.pop()
             self.running.append(request)
+            load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
             self.begun = self.begun.plus(prompts=1, rows=request.known)
             self._prefill(step, request)
 
     def _fits(self, pool: Pool, request: Request) -> bool:
-        """Whether all that is known of a request fits, with a page to spare for everyone who runs."""
-        free = pool.free_pages()
-        spare = [0] * len(free)
-        for other in self.running:
-            for rank in pool.holders(other.name):
-                spare[rank] += 1
-        return all(
-            need + (spare[rank] if self.running else 0) <= free[rank]
-            for rank, need in pool.growth(request.name, request.known)
-        )
+        """Whether all that is known of a request in the pool fits, with a page to spare for everyone else."""
+        free, spare = pool.free_pages(), pool.requests_held()
+        return all(need + spare[rank] - 1 <= free[rank] for rank, need in pool.growth(request.name, request.known))
 
     def new_homes(self, pool: PagePool, dst: Layout) -> dict[str, int] | None:
         """Homes in `dst` by expected growth, largest first, chosen anew along the axes where owners appear.
@@ -171,12 +166,13 @@ class Scheduler:
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
         return homes
 
-    def _choose_home(self, pool: Pool, ranks: Sequence[int]) -> int:
+    def _load(self, pool: Pool) -> list[tuple[int, int]]:
+        """Of every rank the requests at home there, and their tokens once all have grown to their ends."""
         load = [(0, 0)] * pool.layout.size
         for request in self.running:
             home = pool.home(request.name)
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
-        return self._lightest(pool.layout, load, ranks)
+        return load
 
     def _lightest(self, layout: Layout, load: list[tuple[int, int]], ranks: Sequence[int]) -> int:
         """Of `ranks`, one of the lightest group of owners, and in it the lightest rank; both below an even share of the
@@ -229,6 +225,18 @@ class _Side:
     def prompt_rows(self, home: int) -> int:
         return (self._most.tiles - self._tiles[self._group_of[home]]) * self._most.tile
 
+    def take_all(self, homes: Sequence[tuple[int, int]]) -> None:
+        """So many single rows of each home, for which there is room."""
+        for home, count in homes:
+            self._decode[self._group_of[home]] += count
+
+    def has_all(self, homes: Sequence[tuple[int, int]]) -> bool:
+        """Whether there is room for so many single rows of each home among the single rows."""
+        rows = list(self._decode)
+        for home, count in homes:
+            rows[self._group_of[home]] += count
+        return max(rows) <= self._most.decode
+
     def take(self, home: int, rows: int) -> None:
         group = self._group_of[home]
         if rows == 1 and self._decode[group] < self._most.decode:
@@ -268,7 +276,20 @@ class _Step:
         for side, home in self._each(request):
             side.take(home, rows)
         self.pool.grow(request.name, request.computed + rows)
-        self.chunks.append(Chunk(request=request, start=request.computed, rows=rows, draws=draws))
+        self.chunks.append(Chunk(request, request.computed, rows, draws))
+
+    def take_all(self, drawing: Sequence[Request]) -> bool:
+        """A row of each; False, and nothing taken, where rows or pages lack for some."""
+        wanted = {request.name: request.computed + 1 for request in drawing}
+        counts = Counter(map(self.pool.homes, wanted)).items()
+        homes = [[(places[i], count) for places, count in counts] for i in range(len(self._sides))]
+        each = list(zip(self._sides, homes, strict=True))
+        if not all(side.has_all(rows) for side, rows in each) or not self.pool.grow_all(wanted):
+            return False
+        for side, rows in each:
+            side.take_all(rows)
+        self.chunks += [Chunk(request, request.computed, 1, True) for request in drawing]
+        return True
 
     def take_prompt(self, request: Request, rows: int, *, draws: bool) -> None:
         self._left = None if self._left is None else self._left - rows

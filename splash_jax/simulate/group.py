@@ -264,13 +264,13 @@ class Group:
         self._note(steps, added)
 
     def _drawn(self, requests: Sequence[Request], steps: int) -> None:
-        ended = []
+        ended, drawn, outputs = [], [0] * steps, self._outputs
         for request in requests:
-            i = int(request.name)
-            if not request.output_ids:
+            ids, i = request.output_ids, int(request.name)
+            if not ids:
                 self._out.first_token[i] = self._now
-            request.output_ids += [0] * steps
-            if len(request.output_ids) >= self._outputs[i]:
+            ids += drawn
+            if len(ids) >= outputs[i]:
                 ended.append(request)
         for request in ended:
             self._end(request)

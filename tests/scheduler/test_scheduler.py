@@ -11,6 +11,7 @@ from splash_jax.kv import PagePool
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import Bucket, KVShape, Layout
 from splash_jax.scheduler import Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler.request import Rows
 
 PAGE, TILE = 4, 4
 KV = KVShape(page_size=PAGE, interleave=PAGE, bytes_per_token=1)
@@ -283,9 +284,9 @@ def test_a_waiting_prompt_goes_where_rows_are_free_before_it_goes_where_least_wi
     loop.add(make_request("long", 30), make_request("longer", 60, new=40))
     loop.step()
     assert [loop.pool.home(name) for name in ("long", "longer")] == [0, 1]
-    while loop.scheduler.running[0].prefilling:
+    while loop.scheduler.running[0].rows is Rows.PROMPT:
         loop.step()
-    assert loop.scheduler.running[1].prefilling, "rank 1 still works off its prompt"
+    assert loop.scheduler.running[1].rows is Rows.PROMPT, "rank 1 still works off its prompt"
     loop.scheduler.running[0].max_total = 1000  # so that rank 1 is the lighter one
     loop.add(make_request("next", 8))
     loop.step()

@@ -4,8 +4,7 @@ Routing is replicated: every rank sees every row and runs the experts it holds.
 """
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,15 +49,40 @@ def run_experts(cfg: ModelConfig, moe: Mapping[str, Any], x: jax.Array, valid: j
     """
     ids, weights = route(cfg, moe["router"], moe["router_bias"], x)
     experts = moe["experts"]
-    run = _all_rows
-    if x.shape[0] > FEW_ROWS:
-        run = partial(_chosen_rows, tile_rows=tile_rows(x.shape[0], ids.shape[1], cfg.num_experts))
+    here = ids - (rank * len(experts)).astype(ids.dtype)
+    here = jnp.where(valid[:, None] & (here >= 0) & (here < len(experts)), here, len(experts))
+    few = x.shape[0] <= FEW_ROWS
+    m = tile_rows(x.shape[0], ids.shape[1], cfg.num_experts)
+    choices = None if few else _by_expert(here, weights, len(experts), m)
     total = jnp.zeros(x.shape, jnp.float32)
     for slot, expert in enumerate(experts):
-        mine = (ids == (rank * len(experts) + slot).astype(ids.dtype)) & valid[:, None]
-        weight = jnp.where(mine, weights, 0.0).sum(-1)
-        total = run(expert["gate_up"][0], expert["down"][0], x, mine.any(-1), weight, total)
+        w = expert["gate_up"][0], expert["down"][0]
+        if choices is None:
+            total = _all_rows(*w, x, jnp.where(here == slot, weights, 0.0).sum(-1), (here == slot).any(), total)
+        else:
+            total = _chosen_rows(*w, x, choices, slot, m, total)
     return total.astype(x.dtype)
+
+
+class Choices(NamedTuple):
+    """Who chose which of a rank's experts, by expert: slot s has those from first[s] to first[s + 1]."""
+
+    rows: jax.Array  # i32[C]
+    weights: jax.Array  # f32[C]
+    first: jax.Array  # i32[E + 1]
+
+
+def _by_expert(slots: jax.Array, weights: jax.Array, experts: int, spare: int) -> Choices:
+    """The choices slots i32[N, k] of this rank's `experts`, sorted; `experts` where it is another rank's.
+
+    Of the arrays returned, a slice of `spare` from any choice stays inside.
+    """
+    flat = slots.ravel()
+    order = jnp.argsort(flat, stable=True)
+    counts = (flat[None] == jnp.arange(experts, dtype=flat.dtype)[:, None]).sum(1, dtype=jnp.int32)
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    rows = (order // slots.shape[1]).astype(jnp.int32)
+    return Choices(jnp.pad(rows, (0, spare)), jnp.pad(weights.ravel()[order], (0, spare)), first)
 
 
 def _weighted(gate_up: jax.Array, down: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -70,33 +94,25 @@ def _weighted(gate_up: jax.Array, down: jax.Array, x: jax.Array, weight: jax.Arr
 
 
 def _all_rows(
-    gate_up: jax.Array, down: jax.Array, x: jax.Array, chosen: jax.Array, weight: jax.Array, total: jax.Array
+    gate_up: jax.Array, down: jax.Array, x: jax.Array, weight: jax.Array, chosen: jax.Array, total: jax.Array
 ) -> jax.Array:
     """Add one expert's part to `total`, run on every row if any row chose it."""
     add = lambda: total + _weighted(gate_up, down, x, weight)  # noqa: E731
-    return jax.lax.cond(chosen.any(), add, lambda: total)
+    return jax.lax.cond(chosen, add, lambda: total)
 
 
 def _chosen_rows(
-    gate_up: jax.Array,
-    down: jax.Array,
-    x: jax.Array,
-    chosen: jax.Array,
-    weight: jax.Array,
-    total: jax.Array,
-    *,
-    tile_rows: int,
+    gate_up: jax.Array, down: jax.Array, x: jax.Array, choices: Choices, slot: int, m: int, total: jax.Array
 ) -> jax.Array:
-    """Add one expert's part to `total`, run on the rows that chose it, a tile at a time."""
-    m = tile_rows
-    order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
-    order = jnp.pad(order, (0, -len(order) % m), constant_values=len(order))
+    """Add one expert's part to `total`, run on the rows that chose it, `m` at a time."""
+    begin, end = choices.first[slot], choices.first[slot + 1]
 
     def tile(t: jax.Array, total: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_slice_in_dim(order, t * m, m)
-        h = x.at[rows].get(mode="fill", fill_value=0)
-        part = _weighted(gate_up, down, h, weight.at[rows].get(mode="fill", fill_value=0))
+        at = begin + t * m
+        inside = at + jnp.arange(m, dtype=jnp.int32) < end
+        rows = jnp.where(inside, jax.lax.dynamic_slice_in_dim(choices.rows, at, m), len(x))
+        weight = jnp.where(inside, jax.lax.dynamic_slice_in_dim(choices.weights, at, m), 0.0)
+        part = _weighted(gate_up, down, x.at[rows].get(mode="fill", fill_value=0), weight)
         return total.at[rows].add(part, mode="drop")
 
-    tiles = (chosen.sum(dtype=jnp.int32) + (m - 1)) // m
-    return jax.lax.fori_loop(0, tiles, tile, total)
+    return jax.lax.fori_loop(0, (end - begin + m - 1) // m, tile, total)

@@ -9,7 +9,8 @@ import enum
 import functools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -51,21 +52,32 @@ class Axis:
         return hash((self.name, self.size, self.role))
 
 
+def _derived() -> Any:
+    """A fact that follows from the axes: worked out once, for those who ask for every request in every step."""
+    return field(init=False, repr=False, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A placement for every axis of the mesh. Two layouts are equal when their axes, sizes and roles are."""
 
     axes: tuple[Axis, ...]
+    size: int = _derived()  # number of ranks, T
+    head_shards: int = _derived()
+    owner_groups: int = _derived()  # groups of ranks that own disjoint requests
+    position_shares: int = _derived()  # shares that the positions of one history are dealt into
+
+    def __post_init__(self) -> None:
+        for name, axes in (
+            ("size", self.axis_names), ("head_shards", self.head_axes), ("owner_groups", self.owner_axes),
+            ("position_shares", self.position_axes),
+        ):  # fmt: skip
+            object.__setattr__(self, name, math.prod(axis.size for axis in self.axes if axis.name in axes))
 
     def __str__(self) -> str:
         if len(self.axes) == 1:
             return self.axes[0].role
         return ",".join(f"{axis.name}={axis.role}" for axis in self.axes)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks, T."""
-        return math.prod(axis.size for axis in self.axes)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -85,20 +97,6 @@ class Layout:
     def position_axes(self) -> tuple[str, ...]:
         """Axes over which the positions of a history are dealt out."""
         return tuple(a.name for a in self.axes if a.placement.history is History.POSITION)
-
-    @property
-    def head_shards(self) -> int:
-        return self._count(self.head_axes)
-
-    @property
-    def owner_groups(self) -> int:
-        """Number of groups of ranks that own disjoint requests."""
-        return self._count(self.owner_axes)
-
-    @property
-    def position_shares(self) -> int:
-        """Number of shares that the positions of one history are dealt into."""
-        return self._count(self.position_axes)
 
     @property
     def everywhere(self) -> bool:
@@ -132,9 +130,6 @@ class Layout:
         whole = [i for i in range(len(self.axes)) if i not in split]
         blocks = np.arange(self.size).reshape([axis.size for axis in self.axes])
         return blocks.transpose(split + whole).ravel().tolist()
-
-    def _count(self, names: tuple[str, ...]) -> int:
-        return math.prod(axis.size for axis in self.axes if axis.name in names)
 
     def index(self, rank: int, names: Collection[str]) -> int:
         """A rank's number among those that differ in these axes only, row-major; equal for ranks that agree in them."""

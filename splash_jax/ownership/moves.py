@@ -123,15 +123,20 @@ class Mover:
         sent: dict[tuple[int, int], Pairs] = {}
         sources = self._sources(where >= 0, [(request, block) for request, block, _ in lacking])
         for rank, ((_, block, slot), source) in enumerate(zip(lacking, sources, strict=True)):
-            for one in np.unique(source).tolist():
-                mine = source == one
-                sent[one, rank] = np.stack([where[one, block[mine]], slot[mine]], 1)
+            order = np.argsort(source, kind="stable")
+            ends = np.searchsorted(source[order], np.arange(T + 1))
+            for one in range(T):
+                if len(mine := order[ends[one] : ends[one + 1]]):
+                    sent[one, rank] = np.stack([where[one, block[mine]], slot[mine]], 1)
         return Moves(tuple(local), dict(sorted(sent.items())))
 
     def _sources(self, held: np.ndarray, lacking: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         """Who sends each grain that a rank lacks: of those who hold it and exchange with it, else of all who hold it,
         the one with the least to send so far. `held` is bool[T, blocks]; i64[n] for every rank.
         """
+        if (held.sum(0) <= 1).all():
+            only = held.argmax(0)
+            return [only[block] for _, block in lacking]
         still = [name for name in self.dst.axis_names if name not in travel_axes(self.now.layout, self.dst)]
         place = np.array([self.dst.index(rank, still) for rank in range(self.dst.size)])
         found, choices = [], []

@@ -16,7 +16,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from splash_jax.cost import Load, Room
-from splash_jax.errors import ConfigError, SwitchRefused
+from splash_jax.errors import ConfigError, PoolCorrupt, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.ownership import Bucket, KVShape, Layout, StateBytes, plan_switch
 from splash_jax.scheduler import (
@@ -253,7 +253,8 @@ class Group:
         self._alike = True
         for request in requests:
             request.computed += steps
-            self.pool.grow(request.name, request.computed)
+        if not scheduled and not self.pool.grow_all({request.name: request.computed for request in requests}):
+            raise PoolCorrupt(f"pages lack for {steps} further tokens of {len(requests)} requests.")
         self._drawn(requests, steps)
 
     def _count(self, steps: int, added: float) -> None:

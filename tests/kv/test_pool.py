@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splash_jax.errors import PoolCorrupt, RequestError
-from splash_jax.kv import PagePool, filled_pool
+from splash_jax.kv import PagePool, TwinPool, filled_pool
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import KVShape, StateBytes, plan_switch
 
@@ -67,6 +67,34 @@ def test_pages_add_up_through_any_life(pool, data):
         pool.release(name)
     pool.check(live=())
     assert pool.free_pages() == [PAGES] * pool.layout.size
+
+
+@given(pools(), pools(), st.data())
+def test_many_grow_at_once_or_none_does(src, dst, data):
+    """As one by one, where there are pages for all; and nothing changes where there are not, in either pool of two."""
+    pools = [src] if src.layout.size != dst.layout.size or data.draw(st.booleans()) else [src, dst]
+    pool = src if len(pools) == 1 else TwinPool(src, dst)
+    for name in "abc"[: data.draw(st.integers(1, 3))]:
+        pool.add(name, data.draw(st.integers(0, src.layout.size - 1)))
+        if pool.shortfall(name, tokens := data.draw(st.integers(0, 12))) == 0:
+            pool.grow(name, tokens)
+    names = list(src.manifest().requests)
+    assert pool.requests_held() == [
+        sum(rank in one.holders(name) for name in names) for one in pools for rank in range(one.layout.size)
+    ]
+    before = [one.manifest() for one in pools]
+    wanted = {name: src.num_tokens(name) + data.draw(st.integers(0, 24)) for name in names}
+    alone = [PagePool.adopt(manifest) for manifest in before]
+    fits = True
+    for name, tokens in wanted.items():
+        fits = fits and all(one.shortfall(name, tokens) == 0 for one in alone)
+        if fits:
+            for one in alone:
+                one.grow(name, tokens)
+    assert pool.has_all(wanted) is fits and pool.grow_all(wanted) is fits
+    assert [one.manifest() for one in pools] == ([one.manifest() for one in alone] if fits else before)
+    for one in pools:
+        one.check(live=names)
 
 
 @given(pools(), st.data())

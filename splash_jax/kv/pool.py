@@ -31,6 +31,8 @@ class PagePool:
         """The pool that a manifest describes, as after a switch."""
         pool = cls(manifest.layout, manifest.kv, manifest.pages_per_rank)
         for name, request in manifest.requests.items():
+            if not 0 <= request.home < pool.layout.size:
+                raise PoolCorrupt(f"request {name!r} is at home on rank {request.home} of {pool.layout.size}.")
             pool._home[name] = request.home
             pool._at_home[request.home] += 1
             pool._set_tokens(name, request.num_tokens)
@@ -103,20 +105,23 @@ class PagePool:
             if any(need > len(self._free[rank]) for rank, need in growth):
                 raise PoolCorrupt(f"request {name!r} cannot grow to {num_tokens} tokens: pages lack.")
             for rank, need in growth:
-                self._pages[name][rank].extend(self._free[rank].pop() for _ in range(need))
+                if need > 0:
+                    free = self._free[rank]
+                    self._pages[name][rank] += free[: -need - 1 : -1]
+                    del free[-need:]
             self._set_tokens(name, num_tokens)
         elif num_tokens > self._tokens[name]:
             self._tokens[name] = num_tokens
 
     def grow_all(self, wanted: Mapping[str, int]) -> bool:
-        """`grow` every request to so many tokens, at least those it has; False, and none grown, where pages lack."""
+        """`grow` every request to so many tokens; False, and none grown, where pages lack for some."""
         if not self.has_all(wanted):
             return False
-        until = self._until
         for name, tokens in wanted.items():
-            if tokens > until[name]:
+            if tokens > self._until[name]:
                 self.grow(name, tokens)
-        self._tokens.update(wanted)
+            elif tokens > self._tokens[name]:
+                self._tokens[name] = tokens
         return True
 
     def has_all(self, wanted: Mapping[str, int]) -> bool:
@@ -125,7 +130,7 @@ class PagePool:
         for name, tokens in wanted.items():
             if tokens > until[name]:
                 for rank, more in self.growth(name, tokens):
-                    need[rank] += more
+                    need[rank] += max(0, more)
         return all(more <= len(free) for more, free in zip(need, self._free, strict=True))
 
     def _set_tokens(self, name: str, num_tokens: int) -> None:

@@ -51,9 +51,8 @@ def run_experts(cfg: ModelConfig, moe: Mapping[str, Any], x: jax.Array, valid: j
     experts = moe["experts"]
     here = ids - (rank * len(experts)).astype(ids.dtype)
     here = jnp.where(valid[:, None] & (here >= 0) & (here < len(experts)), here, len(experts))
-    few = x.shape[0] <= FEW_ROWS
     m = tile_rows(x.shape[0], ids.shape[1], cfg.num_experts)
-    choices = None if few else _by_expert(here, weights, len(experts), m)
+    choices = None if x.shape[0] <= FEW_ROWS else _by_expert(here, weights, len(experts), m)
     total = jnp.zeros(x.shape, jnp.float32)
     for slot, expert in enumerate(experts):
         w = expert["gate_up"][0], expert["down"][0]
@@ -65,17 +64,20 @@ def run_experts(cfg: ModelConfig, moe: Mapping[str, Any], x: jax.Array, valid: j
 
 
 class Choices(NamedTuple):
-    """Who chose which of a rank's experts, by expert: slot s has those from first[s] to first[s + 1]."""
+    """Who chose which of a rank's E experts, by expert: slot s has those from first[s] to first[s + 1].
 
-    rows: jax.Array  # i32[C]
-    weights: jax.Array  # f32[C]
+    There are C = N k choices, those of other ranks' experts last, and then padding: a tile of m rows from any choice
+    stays inside.
+    """
+
+    rows: jax.Array  # i32[C + m]
+    weights: jax.Array  # f32[C + m]
     first: jax.Array  # i32[E + 1]
 
 
 def _by_expert(slots: jax.Array, weights: jax.Array, experts: int, spare: int) -> Choices:
-    """The choices slots i32[N, k] of this rank's `experts`, sorted; `experts` where it is another rank's.
-
-    Of the arrays returned, a slice of `spare` from any choice stays inside.
+    """The choices slots i32[N, k] of this rank's `experts`, sorted; a slot is `experts` where the expert is another
+    rank's or the row padding. `spare`: rows of a tile.
     """
     flat = slots.ravel()
     order = jnp.argsort(flat, stable=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from splash_jax.ownership.layout import Layout
 
-Count = TypeVar("Count", int, np.ndarray)
+Ints = TypeVar("Ints", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,17 @@ class KVShape:
         alike = src.position_axes == dst.position_axes or src.position_shares == dst.position_shares == 1
         return self.page_size if alike else self.interleave
 
-    def tokens_held(self, layout: Layout, lag: Count, num_tokens: Count) -> Count:
-        """Tokens that the rank `lag` shares after the home holds of a history of `num_tokens`; arrays go together."""
+    def tokens_held(self, layout: Layout, lag: Ints, num_tokens: Ints) -> Ints:
+        """Tokens that the rank `lag` shares after the home holds of a history of `num_tokens`.
+
+        Both are ints, or i64 arrays that broadcast.
+        """
         shares = layout.position_shares
         blocks, rest = divmod(num_tokens, self.interleave)
         whole = blocks // shares + (blocks % shares > lag)
         return whole * self.interleave + rest * (blocks % shares == lag)  # pyright: ignore[reportReturnType]
 
-    def pages_held(self, layout: Layout, lag: Count, num_tokens: Count) -> Count:
+    def pages_held(self, layout: Layout, lag: Ints, num_tokens: Ints) -> Ints:
         return -(-self.tokens_held(layout, lag, num_tokens) // self.page_size)
 
     def positions(self, layout: Layout, lag: int | np.ndarray, local: np.ndarray) -> np.ndarray:

@@ -138,14 +138,13 @@ def make_maps(route: Route, move: KVMove) -> list[Maps]:
     if reason := lacks_room(route, move):
         raise ValueError(reason)
     buffers = _buffers(route, move)
-    longest = max((int(place.max()) + 1 for places in buffers.values() for place in places.values()), default=0)
-    rounds = max(1, -(-longest // max(1, route.sends)))
+    rounds = max(1, -(-_longest(buffers) // max(1, route.sends)))
     reads, writes = map_widths(route)
     read = np.zeros((rounds, route.src.size, reads), np.int32)
     write = np.full((rounds, route.src.size, writes), NOWHERE, np.int32)
     for rank, pairs in enumerate(move.local):
         read[0, rank, : len(pairs)], write[0, rank, : len(pairs)] = pairs[:, 0], pairs[:, 1]
-    for places in buffers.values():
+    for places in buffers:
         for (source, destination), place in places.items():
             pairs, (step, at) = move.sent[source, destination], np.divmod(place, route.sends)
             receiver = 0 if route.gathers else route.src.index(destination, route.axes)
@@ -164,15 +163,23 @@ def _fullest(route: Route, move: KVMove) -> int:
     """Grains in the fullest buffer: of a sender where all receive everything, else of a pair."""
     if not route.gathers:
         return move.busiest_pair
-    return max((int(p.max()) + 1 for places in _buffers(route, move).values() for p in places.values()), default=0)
+    return _longest(_buffers(route, move))
 
 
-def _buffers(route: Route, move: KVMove) -> dict[object, dict[tuple[int, int], np.ndarray]]:
+Places = dict[tuple[int, int], np.ndarray]  # (source, destination rank) -> where in a buffer each grain lies, i64[n]
+
+
+def _longest(buffers: list[Places]) -> int:
+    """Grains in the fullest."""
+    return max((int(place.max()) + 1 for places in buffers for place in places.values()), default=0)
+
+
+def _buffers(route: Route, move: KVMove) -> list[Places]:
     """For each buffer the pairs of ranks that it serves, and where in it each of their grains lies.
 
     A buffer belongs to a sender where all ranks receive everything, and a grain lies in it once; else to a pair.
     """
-    buffers: dict[object, dict[tuple[int, int], np.ndarray]] = {}
+    buffers: dict[object, Places] = {}
     for pair, grains in move.sent.items():
         buffers.setdefault(pair[0] if route.gathers else pair, {})[pair] = grains[:, 0]
     for served in buffers.values():
@@ -181,7 +188,7 @@ def _buffers(route: Route, move: KVMove) -> dict[object, dict[tuple[int, int], n
         order[np.argsort(first)] = np.arange(len(first))
         ends = np.cumsum([len(slots) for slots in served.values()])[:-1]
         served.update(zip(served, np.split(order[which], ends), strict=True))
-    return buffers
+    return list(buffers.values())
 
 
 def move_weights(route: Route, moved: dict[str, jax.Array], head_dims: dict[str, int]) -> dict[str, jax.Array]:

@@ -6,7 +6,7 @@ from splash_jax.scheduler.params import SamplingParams
 from splash_jax.scheduler.policy import decide
 from splash_jax.scheduler.priced import ModelCosts
 from splash_jax.scheduler.quotes import Costs, Observer, SwitchCost, chunk_sizes
-from splash_jax.scheduler.request import Request, Status
+from splash_jax.scheduler.request import Request, Rows, Status
 from splash_jax.scheduler.residuals import Residuals
 from splash_jax.scheduler.scheduler import Chunk, Schedule, Scheduler
 from splash_jax.scheduler.snapshot import (
@@ -35,6 +35,7 @@ __all__ = [
     "Quote",
     "Request",
     "Residuals",
+    "Rows",
     "Run",
     "SamplingParams",
     "Schedule",

@@ -13,8 +13,8 @@ class Status(enum.Enum):
 
 
 class Rows(enum.Enum):
-    PROMPT = "prompt"  # more than the last token's are still to be computed
-    DRAW = "draw"  # the last token's, which draws the next
+    PROMPT = "prompt"  # of known tokens, still to be computed before one can be drawn or the score is done
+    DRAW = "draw"  # its last drawn token's alone, which draws the next
     NONE = "none"  # its last token is drawn or being drawn, or it wants none
 
 
@@ -59,7 +59,7 @@ class Request:
     def rows(self) -> Rows:
         """What rows of it the next step may have."""
         prompt = len(self.prompt_ids)
-        total = prompt + len(self.output_ids) + self.in_flight
+        total = prompt + len(self.output_ids) + self.in_flight  # not `self.total`: everybody is asked in every step
         if self.score:
             return Rows.PROMPT if self.computed < self.known else Rows.NONE
         if self.computed < total - 1 or total == prompt:

@@ -88,12 +88,14 @@ class Scheduler:
         prompts: list[Request] = []
         drawing: list[Request] = []
         for request in self.running:
-            match request.rows:
-                case Rows.PROMPT:
-                    prompts.append(request)
-                case Rows.DRAW:
-                    drawing.append(request)
-        for request in () if step.take_all(drawing) else drawing:
+            rows = request.rows
+            if rows is Rows.DRAW:
+                drawing.append(request)
+            elif rows is Rows.PROMPT:
+                prompts.append(request)
+        if step.take_all(drawing):
+            drawing = []
+        for request in drawing:
             if request.status is not Status.RUNNING or not step.has_row(request):
                 continue
             while request.status is Status.RUNNING and pool.shortfall(request.name, request.computed + 1):
@@ -288,7 +290,7 @@ class _Step:
             return False
         for side, rows in each:
             side.take_all(rows)
-        self.chunks += [Chunk(request, request.computed, 1, True) for request in drawing]
+        self.chunks += [Chunk(request, request.computed, rows=1, draws=True) for request in drawing]
         return True
 
     def take_prompt(self, request: Request, rows: int, *, draws: bool) -> None:

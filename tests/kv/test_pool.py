@@ -1,5 +1,7 @@
 """Page accounting: every page of a rank is free or held once, whatever happens to requests."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +77,8 @@ def test_many_grow_at_once_or_none_does(src, dst, data):
     pools = [src] if src.layout.size != dst.layout.size or data.draw(st.booleans()) else [src, dst]
     pool = src if len(pools) == 1 else TwinPool(src, dst)
     for name in "abc"[: data.draw(st.integers(1, 3))]:
-        pool.add(name, data.draw(st.integers(0, src.layout.size - 1)))
+        for one in pools:
+            one.add(name, data.draw(st.integers(0, src.layout.size - 1)))
         if pool.shortfall(name, tokens := data.draw(st.integers(0, 12))) == 0:
             pool.grow(name, tokens)
     names = list(src.manifest().requests)
@@ -150,6 +153,23 @@ def test_growth_is_asked_before_it_is_taken():
     assert pool.growth("a", 4) == [(0, -1)]
     pool.grow("a", 4)  # never shrinks
     assert pool.num_tokens("a") == 8 and len(pool.pages("a", 0)) == 2
+
+
+def test_growth_at_once_never_shrinks():
+    pool = make_pool("dp", pages=3)
+    pool.add("a", 0)
+    pool.grow("a", 8)
+    assert pool.grow_all({"a": 3}) and pool.num_tokens("a") == 8
+
+
+def test_a_home_that_is_no_rank_is_found():
+    pool = make_pool("dp")
+    pool.add("a", 0)
+    manifest = pool.manifest()
+    for home in (-1, 4):
+        stray = replace(manifest, requests={"a": replace(manifest.requests["a"], home=home)})
+        with pytest.raises(PoolCorrupt, match=f"request 'a' is at home on rank {home} of 4"):
+            PagePool.adopt(stray)
 
 
 def test_a_name_is_used_once():

@@ -4,13 +4,14 @@ import copy
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splash_jax.errors import SwitchRefused
+from splash_jax.errors import PoolCorrupt, SwitchRefused
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import KVShape, Layout, Manifest, RequestPages, StateBytes, SwitchPlan, apply, plan_switch
 from splash_jax.ownership.manifest import owner_pages_needed
@@ -211,6 +212,16 @@ def test_the_sending_is_spread():
         itertools.permutations(range(4), 2), 4
     )
     assert plan.kv.busiest_pair == 4
+
+
+def test_a_request_with_fewer_pages_than_tokens_is_found():
+    """Or else another request's page would be read as its history."""
+    kv = KVShape(page_size=PAGE, interleave=PAGE, bytes_per_token=WIDTH)
+    now = scatter(one("dp", 2), kv, {"a": (0, 2 * PAGE), "b": (0, 2 * PAGE)}, spare=2, seed=0)
+    short = replace(now.requests["a"], pages={0: now.requests["a"].pages[0][:1]})
+    now = replace(now, requests={**now.requests, "a": short})
+    with pytest.raises(PoolCorrupt, match="rank 0 has fewer pages of request 'a' than its tokens fill"):
+        plan_switch(now, one("tp", 2), pages_per_rank=9, state=STATE)
 
 
 def test_pages_that_already_hold_the_right_thing_stay():

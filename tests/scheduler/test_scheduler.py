@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from splash_jax.kv import PagePool
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import Bucket, KVShape, Layout
-from splash_jax.scheduler import Request, SamplingParams, Schedule, Scheduler, Status
-from splash_jax.scheduler.request import Rows
+from splash_jax.scheduler import Request, Rows, SamplingParams, Schedule, Scheduler, Status
 
 PAGE, TILE = 4, 4
 KV = KVShape(page_size=PAGE, interleave=PAGE, bytes_per_token=1)
@@ -112,6 +111,24 @@ class Loop:
 
 def rows_of(schedule: Schedule) -> dict[str, tuple[int, int, bool]]:
     return {c.request.name: (c.start, c.rows, c.draws) for c in schedule.chunks}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "in_flight", "computed", "score", "most", "rows"),
+    [
+        (0, 0, 2, False, 5, Rows.PROMPT),  # of a prompt of 3 the last row alone is missing
+        (0, 1, 3, False, 5, Rows.DRAW),
+        (1, 0, 3, False, 5, Rows.DRAW),
+        (1, 0, 0, False, 5, Rows.PROMPT),  # preempted
+        (1, 1, 4, False, 5, Rows.NONE),  # the fifth is being drawn
+        (0, 0, 2, True, 3, Rows.PROMPT),
+        (0, 0, 3, True, 3, Rows.NONE),
+    ],
+)
+def test_what_rows_the_next_step_may_have(outputs, in_flight, computed, score, most, rows):
+    request = Request(name="a", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0, score=score, max_total=most)
+    request.output_ids, request.in_flight, request.computed = [7] * outputs, in_flight, computed
+    assert request.rows is rows
 
 
 @given(st.sampled_from(sorted(ROLES)), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(0, 6), st.data())

@@ -1,6 +1,7 @@
 """Split-KV: ragged histories cut into items of nearly equal length, so that few long ones fill a GPU too.
 
-Pure index arithmetic, compiled into the program: one program serves every mix of lengths.
+Pure index arithmetic, compiled into the program: one program serves every mix of lengths. Sums over comparisons stand
+where a search or a running sum would be loops of launches.
 """
 
 from dataclasses import dataclass
@@ -37,10 +38,13 @@ def split_work(held: jax.Array, *, block: int, workers: int, overhead: int) -> W
     items_WB = jnp.maximum(1, -(-blocks[None] // longest_W[:, None]))
     ends_W = -(-items_WB.sum(1) // workers) * (longest_W + overhead)
     items_B = items_WB[jnp.argmin(ends_W)]
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(items_B).astype(jnp.int32)])
+    rows = jnp.arange(held.shape[0], dtype=jnp.int32)
+    upto_B = jnp.where(rows[None] <= rows[:, None], items_B[None], 0).sum(1, dtype=jnp.int32)
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), upto_B])
 
     item = jnp.arange(WAVES * workers + held.shape[0], dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(first, item, side="right").astype(jnp.int32) - 1, 0, held.shape[0] - 1)
+    before = (first[None, 1:] <= item[:, None]).sum(1, dtype=jnp.int32)  # rows whose items all come earlier
+    row = jnp.minimum(before, held.shape[0] - 1)
     nth, of = item - first[row], items_B[row]
     exists = item < first[-1]
     base, more = blocks[row] // of, blocks[row] % of  # the first `more` items of a row have one block more

@@ -84,7 +84,7 @@ def _gather(
 ) -> jax.Array:
     """[blocks * L, D]: the rows of `blocks` blocks from `begin` of all sequences' blocks; zeros beyond a sequence."""
     block = begin + jnp.arange(blocks, dtype=jnp.int32)
-    s = jnp.clip(jnp.searchsorted(first, block, side="right").astype(jnp.int32) - 1, 0, pages.shape[0] - 1)
+    s = jnp.minimum((first[None, 1:] <= block[:, None]).sum(1, dtype=jnp.int32), pages.shape[0] - 1)
     token = (block - first[s])[:, None] * L + jnp.arange(L, dtype=jnp.int32)[None]
     some = (token < held[s][:, None]).reshape(-1)
     at = jnp.minimum(token // pool.shape[1], pages.shape[1] - 1)

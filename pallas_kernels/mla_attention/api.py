@@ -8,7 +8,9 @@ from functools import partial
 import jax
 
 from pallas_kernels.mla_attention import gpu, ref, xla
+from pallas_kernels.mla_attention.heads import HeadWeights, absorb, unabsorb
 from pallas_kernels.mla_attention.table import PageTable
+from pallas_kernels.mla_decode.work import Work
 
 IMPLEMENTATIONS = {"gpu": gpu.attend, "xla": xla.attend, "ref": ref.attend}
 
@@ -23,36 +25,42 @@ def mla_attention(
     tile: int,
     shares: int,
     interleave: int,
+    heads: HeadWeights | None = None,
+    prompts: jax.Array | None = None,
+    work: Work | None = None,
     backend: str = "xla",
     chip: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention over the keys held here.
 
     Args:
-      q: [R, H, D], absorbed and scaled; R = decode + tiles * tile.
+      q: [R, H, D], absorbed and scaled; with `heads` [R, H, N + rotary width], scaled. R = decode + tiles * tile.
       positions: i32[R]; a row at position -1 is padding and sees nothing.
       pool: [P, page_size, D]; keys are whole rows, values their first `value_width` columns. Pages and slots beyond
         `held` are never read as numbers: they may hold NaN.
-      backend: "gpu" takes decode rows to `mla_decode`, which chooses a kernel for the GPU there is; "xla" compiles for
-        every platform; "ref" is the oracle.
+      heads: how keys and values of the heads are made of latents; with it a kernel may expand them for prompt rows.
+      prompts: i32[tiles]: the first tile of the same sequence, for each; None where every tile is its own sequence's.
+      work: of the decode rows, as `plan_decode` cuts what they see; "gpu" makes it where it is None or a kernel serves
+        that takes other blocks.
+      backend: "gpu" takes decode rows to `mla_decode` and tiles to `mla_prefill`, which choose kernels for the GPU that
+        there is; "xla" compiles for every platform; "ref" is the oracle.
       chip: the GPU that "gpu" chooses for, as `mla_decode` names it; None is the default device's.
       table: see `PageTable`; decode = S - tiles follows from the shapes.
 
-    Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; (0, -inf) for a row that sees nothing here.
+    Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; with `heads` its values, as wide as `w_uv` makes them.
+    (0, -inf) for a row that sees nothing here.
     """
     rows, seqs = q.shape[0], table.pages.shape[0]
     tiles = (rows - seqs) // (tile - 1) if tile > 1 else 0
     if rows != seqs - tiles + tiles * tile:
         raise ValueError(f"{rows} rows and {seqs} sequences do not split into tiles of {tile} rows.")
-    attend = partial(gpu.attend, chip=chip) if backend == "gpu" else IMPLEMENTATIONS[backend]
-    return attend(
-        q,
-        positions,
-        pool,
-        table,
-        decode=seqs - tiles,
-        tile=tile,
-        value_width=value_width,
-        shares=shares,
-        interleave=interleave,
-    )
+    static = {
+        "decode": seqs - tiles, "tile": tile, "value_width": value_width, "shares": shares, "interleave": interleave,
+    }  # fmt: skip
+    if backend == "gpu":
+        return gpu.attend(q, positions, pool, table, heads=heads, prompts=prompts, work=work, chip=chip, **static)
+    attend = partial(IMPLEMENTATIONS[backend], positions=positions, pool=pool, table=table, **static)
+    if heads is None:
+        return attend(q)
+    out, lse = attend(absorb(q, heads.w_uk))
+    return unabsorb(out, heads.w_uv), lse

@@ -3,6 +3,7 @@
 Letters: B rows, H heads, D latent + rotary width, V latent width, W pages per row, P pages, K tokens per page.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -83,10 +84,25 @@ def order_of(chip: str | None, heads: int) -> tuple[str, ...]:
     return ("hopper", "triton", "ref") if CHIPS[chip].capability == (9, 0) and heads > 16 else ("triton", "ref")
 
 
-def plan_decode(held: jax.Array, *, heads: int, fp8: bool, backend: str = "triton", chip: str | None = None) -> Work:
-    """Cut i32[B] histories into work for `mla_decode` with so many heads per rank: once per step, not per layer."""
-    rows = "fp8" if fp8 else "plain"
-    return config_for(known_chip(target_chip(chip), backend), backend, rows, heads).plan(held)
+def plan_decode(held: Any, *, heads: int, fp8: bool, backend: str | None = None, chip: str | None = None) -> Work:
+    """Cut i32[B] histories, of numpy or JAX, into work for `mla_decode` with so many heads per rank: once per step.
+
+    For `backend`, or the first in turn that has a configuration. Raises NotImplementedError where none has.
+    """
+    target, rows = target_chip(chip), "fp8" if fp8 else "plain"
+
+    def plan(name: str) -> Work:
+        return config_for(known_chip(target, name), name, rows, heads).plan(held)
+
+    order = [name for name in order_of(target, heads) if name != "ref"]
+    planners = {name: partial(plan, name) for name in IMPLEMENTATIONS if name != "ref"}
+    return run_first("plan_decode", planners, order, backend)()
+
+
+def fits(work: Work, *, heads: int, fp8: bool, backend: str, chip: str) -> bool:
+    """Whether `work` was cut as the backend of this chip takes it."""
+    config = config_for(chip, backend, "fp8" if fp8 else "plain", heads)
+    return (work.block, work.workers) == (config.block_tokens, config.workers)
 
 
 def _rows(pool: jax.Array) -> str:

@@ -1,14 +1,16 @@
 """Split-KV: ragged histories cut into items of nearly equal length, so that few long ones fill a GPU too.
 
-Pure index arithmetic, compiled into the program: one program serves every mix of lengths. Sums over comparisons stand
-where a search or a running sum would be loops of launches.
+Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. Sums
+over comparisons stand where a search or a running sum would be loops of launches.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 WAVES = 4  # items per worker, at most
 
@@ -26,32 +28,38 @@ class Work:
     workers: int  # that it was balanced for
 
 
-def split_work(held: jax.Array, *, block: int, workers: int, overhead: int) -> Work:
-    """Cut i32[B] histories of `held` tokens, in blocks of `block`, into at most WAVES * `workers` + B items.
+def most_items(rows: int, workers: int) -> int:
+    """N of `split_work`."""
+    return WAVES * workers + rows
+
+
+def split_work(held: Any, *, block: int, workers: int, overhead: int) -> Work:
+    """Cut i32[B] histories of `held` tokens, in blocks of `block`, into at most `most_items` items. Of numpy: in numpy.
 
     The longest item allowed is the one of WAVES candidates under which `workers` that take one item at a time would end
     first, where an item costs its blocks and `overhead` more (its start, and merging it).
     """
+    xp: Any = np if isinstance(held, np.ndarray) else jnp
     blocks = -(-held // block)
-    waves = jnp.arange(1, WAVES + 1, dtype=jnp.int32)
-    longest_W = jnp.maximum(1, -(-blocks.sum() // (waves * workers)))
-    items_WB = jnp.maximum(1, -(-blocks[None] // longest_W[:, None]))
+    waves = xp.arange(1, WAVES + 1, dtype=xp.int32)
+    longest_W = xp.maximum(1, -(-blocks.sum() // (waves * workers)))
+    items_WB = xp.maximum(1, -(-blocks[None] // longest_W[:, None]))
     ends_W = -(-items_WB.sum(1) // workers) * (longest_W + overhead)
-    items_B = items_WB[jnp.argmin(ends_W)]
-    rows = jnp.arange(held.shape[0], dtype=jnp.int32)
-    upto_B = jnp.where(rows[None] <= rows[:, None], items_B[None], 0).sum(1, dtype=jnp.int32)
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), upto_B])
+    items_B = items_WB[xp.argmin(ends_W)]
+    rows = xp.arange(held.shape[0], dtype=xp.int32)
+    upto_B = xp.where(rows[None] <= rows[:, None], items_B[None], 0).sum(1, dtype=xp.int32)
+    first = xp.concatenate([xp.zeros(1, xp.int32), upto_B])
 
-    item = jnp.arange(WAVES * workers + held.shape[0], dtype=jnp.int32)
-    before = (first[None, 1:] <= item[:, None]).sum(1, dtype=jnp.int32)  # rows whose items all come earlier
-    row = jnp.minimum(before, held.shape[0] - 1)
+    item = xp.arange(most_items(held.shape[0], workers), dtype=xp.int32)
+    before = (first[None, 1:] <= item[:, None]).sum(1, dtype=xp.int32)  # rows whose items all come earlier
+    row = xp.minimum(before, held.shape[0] - 1)
     nth, of = item - first[row], items_B[row]
     exists = item < first[-1]
     base, more = blocks[row] // of, blocks[row] % of  # the first `more` items of a row have one block more
-    begin = nth * base + jnp.minimum(nth, more)
-    end = begin + base + (nth < more).astype(jnp.int32)
-    columns = (jnp.where(exists, row, -1), begin, jnp.where(exists, end, begin), of == 1)
-    items = jnp.stack([x.astype(jnp.int32) for x in columns], -1)
+    begin = nth * base + xp.minimum(nth, more)
+    end = begin + base + (nth < more).astype(xp.int32)
+    columns = (xp.where(exists, row, -1), begin, xp.where(exists, end, begin), of == 1)
+    items = xp.stack([x.astype(xp.int32) for x in columns], -1)
     return Work(items=items, first=first, block=block, workers=workers)
 
 

@@ -17,6 +17,9 @@ expand as rows to absorb.
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
+import jax
+import jax.numpy as jnp
+
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode.account import RATE, Account
 from pallas_kernels.mla_decode.formats import fp8_row_bytes
@@ -24,6 +27,7 @@ from pallas_kernels.tile_account import L2_BYTES_PER_CLOCK, tile_account
 
 # The tensor cores' BF16 rate over HBM's, by data sheets: their ratio is all that the choice of a form needs.
 FLOPS_PER_BYTE = {"h100": 9.89e14 / 3.35e12, "h200": 9.89e14 / 4.8e12, "b200": 2.25e15 / 7.67232e12}
+FORMS = ("absorbed", "expanded")
 LINES = 64  # that a program of the absorbed form takes at most, and wgmma and tcgen05 at least
 ROWS = 128  # of one head, that a program of the expanded form takes at most
 
@@ -31,14 +35,21 @@ ROWS = 128  # of one head, that a program of the expanded form takes at most
 class Phase(NamedTuple):
     """What one kernel asks of a chip."""
 
-    flops: float  # that are issued, padding included, over the rate of their instruction
-    bytes: float  # that cross HBM
-    l2_bytes: float  # that programs read
+    flops: Any  # that are issued, padding included, over the rate of their instruction
+    bytes: Any  # that cross HBM
+    l2_bytes: Any  # that programs read
 
     def clocks(self, chip: str, flops_per_byte: float) -> float:
         """Of the chip, at the rate of its tensor cores."""
+        return max(self._asked(chip, flops_per_byte))
+
+    def traced_clocks(self, chip: str, flops_per_byte: float) -> jax.Array:
+        """`clocks` of numbers that a program finds at run time. f32[]."""
+        return jnp.stack([jnp.asarray(x, jnp.float32) for x in self._asked(chip, flops_per_byte)]).max()
+
+    def _asked(self, chip: str, flops_per_byte: float) -> tuple[float, ...]:
         per_clock = CHIPS[chip].sms * CHIPS[chip].flops_per_clock
-        return max(self.flops / per_clock, self.bytes * flops_per_byte / per_clock, self.l2_bytes / L2_BYTES_PER_CLOCK)
+        return self.flops / per_clock, self.bytes * flops_per_byte / per_clock, self.l2_bytes / L2_BYTES_PER_CLOCK
 
 
 @final
@@ -84,33 +95,35 @@ def block_of(lines: int) -> int:
     return min(LINES, max(16, 1 << (lines - 1).bit_length()))
 
 
-def phases(call: Call, form: str) -> list[Phase]:
-    """What a call asks, kernel by kernel."""
-    H, R, tokens = call.heads, call.rows, call.sequences * call.keys
+def phases(call: Call, form: str, pairs: Any = None, tokens: Any = None) -> list[Phase]:
+    """What a call asks, kernel by kernel. `pairs` and `tokens`, in floats, stand for those that `call` itself has."""
+    H, R = call.heads, call.rows
+    pairs = call.pairs if pairs is None else pairs
+    tokens = float(call.sequences * call.keys) if tokens is None else tokens
     own, latents = call.nope + call.rotary, call.latent + call.rotary
-    weights = 2 * H * call.latent * (call.nope + call.value)
+    weights = 2.0 * H * call.latent * (call.nope + call.value)
     if form == "absorbed":
         block = block_of(call.tile * H)
         blocks = -(-call.tile * H // block)  # per tile
-        attended = call.pairs / call.tile * blocks * block * 2 * (latents + call.latent) / rate_of(block)
+        attended = pairs / call.tile * blocks * block * 2 * (latents + call.latent) / rate_of(block)
         project_bytes = weights + R * H * (2 * own + 2 * latents + 4 * call.latent + 4 * call.value)
         return [
-            Phase(R * call.projection_flops, project_bytes, 0),
+            Phase(float(R * call.projection_flops), project_bytes, 0.0),
             Phase(
                 attended,
-                tokens * call.row_bytes + R * H * (2 * latents + 4 * call.latent + 4),
-                call.pairs / call.tile * blocks * call.row_bytes,
+                tokens * call.row_bytes + float(R * H * (2 * latents + 4 * call.latent + 4)),
+                pairs / call.tile * blocks * call.row_bytes,
             ),
         ]
     rows = min(ROWS, call.tile)  # of a program
-    attended = call.pairs * H * 2 * (own + call.value) / rate_of(rows)
+    attended = pairs * H * 2 * (own + call.value) / rate_of(rows)
     made = 2 * tokens * (H * (call.nope + call.value) + call.rotary)
     return [
-        Phase(tokens * call.projection_flops, weights + tokens * call.row_bytes + made, 0),
+        Phase(tokens * call.projection_flops, weights + tokens * call.row_bytes + made, 0.0),
         Phase(
             attended,
-            made + R * H * (2 * own + 8 * call.value + 8),
-            call.pairs / rows * H * 2 * (own + call.value),
+            made + float(R * H * (2 * own + 8 * call.value + 8)),
+            pairs / rows * H * 2 * (own + call.value),
         ),
     ]
 
@@ -119,11 +132,17 @@ def cheaper_form(call: Call, chip: str | None) -> str:
     """The form whose phases take fewer clocks; absorbed where the chip is unknown or the two are level."""
     if chip is None:
         return "absorbed"
-    clocks = {
-        form: sum(phase.clocks(chip, FLOPS_PER_BYTE[chip]) for phase in phases(call, form))
-        for form in ("absorbed", "expanded")
-    }
+    clocks = {form: sum(phase.clocks(chip, FLOPS_PER_BYTE[chip]) for phase in phases(call, form)) for form in FORMS}
     return min(clocks, key=clocks.__getitem__)
+
+
+def expansion_pays(call: Call, chip: str, pairs: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`cheaper_form` at run time, bool[]: for `pairs` f32[] of rows and keys, and `tokens` f32[] of all sequences."""
+    absorbed, expanded = (
+        sum(phase.traced_clocks(chip, FLOPS_PER_BYTE[chip]) for phase in phases(call, form, pairs, tokens))
+        for form in FORMS
+    )
+    return jnp.asarray(expanded < absorbed)
 
 
 def tiles_or_rows(call: Call, chip: str) -> str:

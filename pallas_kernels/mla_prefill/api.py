@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chip import known_chip, target_chip
+from pallas_kernels.mla_attention.heads import absorb, unabsorb
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_prefill import absorbed, expanded, ref
-from pallas_kernels.mla_prefill.account import Call, cheaper_form
+from pallas_kernels.mla_prefill.account import FORMS, Call, expansion_pays
 from pallas_kernels.mla_prefill.tuning import config_for
 from pallas_kernels.select import run_first
 
 BACKENDS = ("triton", "ref")
-FORMS = ("absorbed", "expanded")
 
 
 def mla_prefill(
@@ -32,7 +32,6 @@ def mla_prefill(
     w_uk: jax.Array | None = None,
     w_uv: jax.Array | None = None,
     form: str | None = None,
-    expected_keys: int | None = None,
     backend: str | None = None,
     chip: str | None = None,
     config: Any = None,
@@ -57,8 +56,8 @@ def mla_prefill(
       w_uk, w_uv: [H, C, N] and [H, V, C], made width first: how a head's keys and values are made of latents.
         Without them only the absorbed form is possible.
       form: "absorbed" (all heads over the latents) or "expanded" (keys and values made per head, then narrower
-        attention); None takes `account.cheaper_form`'s with the weights, else "absorbed".
-      expected_keys: tokens of a sequence that the rule counts on; None is as many as `pages` has room for.
+        attention). None: with the weights, whichever `account.expansion_pays` finds cheaper for what the rows see, in
+        the program itself; else, and where the chip is unknown, "absorbed".
       backend: "triton" or "ref"; None takes the first that accepts: "ref" where the chip is none of CHIPS.
       chip: a key of CHIPS that the program is compiled for; None is the default device's.
       config: of the form, `TileConfig` or `ExpandedConfig`; None is the tuning table's.
@@ -72,37 +71,46 @@ def mla_prefill(
     target = target_chip(chip)
     tiles = seen.shape[0] // tile
     own = jnp.arange(tiles, dtype=jnp.int32) if sequence is None else sequence
-    if w_uk is None or w_uv is None:
-        taken = "absorbed"
-    elif form is not None:
-        taken = form
-    else:
-        call = Call(
-            rows=q.shape[0], sequences=pages.shape[0], tile=tile, heads=q.shape[1], latent=value_width,
-            rotary=q.shape[-1] - w_uk.shape[-1], nope=w_uk.shape[-1], value=w_uv.shape[1], fp8=is_fp8(pool),
-            keys=expected_keys or pages.shape[1] * pool.shape[1],
-        )  # fmt: skip
-        taken = cheaper_form(call, target)
 
-    def chosen() -> Any:
+    def config_of(form: str) -> Any:
         if config is not None:
             return config
-        return config_for(known_chip(target, "triton"), taken, "fp8" if is_fp8(pool) else "plain", q.shape[1], tile)
+        return config_for(known_chip(target, "triton"), form, "fp8" if is_fp8(pool) else "plain", q.shape[1], tile)
+
+    def absorbing(attend: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        queries = q if w_uk is None else absorb(q, w_uk)
+        out, lse = attend(queries, pool, pages[own], seen, tile=tile, value_width=value_width, **options)
+        return (out if w_uv is None else unabsorb(out, w_uv)), lse
+
+    def absorbed_form() -> tuple[jax.Array, jax.Array]:
+        return absorbing(absorbed.attend, config=config_of("absorbed"), interpret=interpret)
 
     def triton() -> tuple[jax.Array, jax.Array]:
-        how = chosen()
-        if taken == "expanded" and w_uk is not None and w_uv is not None:
-            return expanded.attend(q, pool, pages, own, seen, w_uk, w_uv, tile=tile, config=how, interpret=interpret)
-        queries = q if w_uk is None else ref.absorb(q, w_uk)
-        out, lse = absorbed.attend(
-            queries, pool, pages[own], seen, tile=tile, value_width=value_width, config=how, interpret=interpret
-        )
-        return (out if w_uv is None else ref.unabsorb(out, w_uv)), lse
+        if w_uk is None or w_uv is None:
+            return absorbed_form()
+        made_by = w_uk, w_uv
+
+        def expanded_form() -> tuple[jax.Array, jax.Array]:
+            options: Any = {"tile": tile, "config": config_of("expanded"), "interpret": interpret}
+            return expanded.attend(q, pool, pages, own, seen, *made_by, **options)
+
+        if form is not None:
+            return expanded_form() if form == "expanded" else absorbed_form()
+        if target is None:
+            return absorbed_form()
+        call = Call(
+            rows=q.shape[0], sequences=1, keys=0, tile=tile, heads=q.shape[1], latent=value_width,
+            rotary=q.shape[-1] - w_uk.shape[-1], nope=w_uk.shape[-1], value=w_uv.shape[1], fp8=is_fp8(pool),
+        )  # fmt: skip
+        held = expanded.tokens_seen(seen, own, pages.shape[0], tile)
+        pays = expansion_pays(call, target, seen.sum(dtype=jnp.float32), held.sum(dtype=jnp.float32))
+        try:
+            return jax.lax.cond(pays, expanded_form, absorbed_form)
+        except NotImplementedError:  # sizes that only the absorbed form takes
+            return absorbed_form()
 
     def reference() -> tuple[jax.Array, jax.Array]:
-        queries = q if w_uk is None else ref.absorb(q, w_uk)
-        out, lse = ref.attend(queries, pool, pages[own], seen, tile=tile, value_width=value_width)
-        return (out if w_uv is None else ref.unabsorb(out, w_uv)), lse
+        return absorbing(ref.attend)
 
     order = ("ref",) if target is None else BACKENDS
     return run_first("mla_prefill", {"triton": triton, "ref": reference}, order, backend)()

@@ -61,7 +61,7 @@ def attend(
         raise NotImplementedError("float32 keys do not fit in shared memory: give BF16 or FP8 rows.")
     T, blocks = sequence.shape[0], config.chunk_tokens // L
     seen_TQ = seen.reshape(T, tile)
-    held = jax.ops.segment_max(seen_TQ.max(1), sequence, S).clip(0)  # the tokens of a sequence that anybody sees
+    held = tokens_seen(seen, sequence, S, tile)
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-held // L)).astype(jnp.int32)])
     call = _flash((rows, H, V), (T, tile // M), (N, rotary), M=M, config=config, blocks=blocks, interpret=interpret)
     q, w_uk, w_uv = q.astype(cast), w_uk.astype(cast), w_uv.astype(cast)
@@ -77,6 +77,11 @@ def attend(
 
     start = (jnp.zeros((rows, H, V), jnp.float32), jnp.full((rows, H), -jnp.inf, jnp.float32))
     return lax.fori_loop(0, -(-first[-1] // blocks), chunk, start)
+
+
+def tokens_seen(seen: jax.Array, sequence: jax.Array, sequences: int, tile: int) -> jax.Array:
+    """i32[S]: the tokens of every sequence that any of its rows sees."""
+    return jax.ops.segment_max(seen.reshape(-1, tile).max(1), sequence, sequences).clip(0)
 
 
 def _gather(

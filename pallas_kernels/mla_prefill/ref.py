@@ -20,19 +20,3 @@ def attend(
     tiles = pages.shape[0]
     table = PageTable(pages, seen.reshape(tiles, tile).max(1), jnp.zeros(tiles, jnp.int32))
     return ref.attend(q, seen - 1, pool, table, decode=0, tile=tile, value_width=value_width, shares=1, interleave=1)
-
-
-def absorb(q: jax.Array, w_uk: jax.Array) -> jax.Array:
-    """[R, H, N + E] with [H, C, N] to absorbed queries [R, H, C + E]."""
-    n = w_uk.shape[-1]
-    return jnp.concatenate([by_head(q[..., :n], w_uk).astype(q.dtype), q[..., n:]], -1)
-
-
-def unabsorb(out: jax.Array, w_uv: jax.Array) -> jax.Array:
-    """Attention over latents f32[R, H, C] with [H, V, C] to f32[R, H, V]."""
-    return by_head(out.astype(w_uv.dtype), w_uv)
-
-
-def by_head(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[R, H, i] times [H, o, i], head by head: f32[R, H, o]."""
-    return jnp.einsum("rhi,hoi->rho", x, w, preferred_element_type=jnp.float32)

@@ -37,11 +37,7 @@ def carried_groups(layout: Layout) -> int:
 
 def kernel_heads(model: ServedModel, layout: Layout) -> int:
     """Heads in a rank's attention kernel: its own, and those that an exchange brings."""
-    heads = model.sizes.num_heads // layout.head_shards
-    for axis in layout.axes:
-        brought = axis.placement.projections is Projections.SPLIT and axis.placement.history is not History.ALL
-        heads *= axis.size if brought else 1
-    return heads
+    return model.sizes.num_heads // layout.kernel_shards
 
 
 def attention_messages(model: ServedModel, layout: Layout) -> list[Message]:

@@ -135,7 +135,7 @@ def draw_up(
         check_heads(layout, model.num_heads)
     longest = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
     for name, size in (
-        ("max_model_len", longest), ("prefill_tile", config.prefill_tile), ("block_size", config.block_size),
+        ("max_model_len", longest), ("prefill_tile", config.prefill_tile or 1), ("block_size", config.block_size),
     ):  # fmt: skip
         if size > model.max_position_embeddings:
             raise ConfigError(f"{name} {size} is more than the model's context of {model.max_position_embeddings}.")
@@ -181,15 +181,18 @@ def draw_up(
                 f"tokens that can be numbered. Lower device_memory_bytes (now {budget})."
             )
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
-    buckets = {layout: make_buckets(config, layout, rows) for layout in layouts.values()}
+    buckets = {layout: make_buckets(config, layout, rows, backend) for layout in layouts.values()}
     return Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
     )
 
 
-def make_buckets(config: EngineConfig, layout: Layout, prompt_rows: int) -> tuple[Bucket, ...]:
-    """Shapes a step may have, smallest first: rows of one token only, and a last one with `prompt_rows` too."""
-    groups, tile = layout.owner_groups, config.prefill_tile
+def make_buckets(config: EngineConfig, layout: Layout, prompt_rows: int, backend: str) -> tuple[Bucket, ...]:
+    """Shapes a step may have, smallest first: rows of one token only, and a last one with `prompt_rows` too.
+
+    `backend` is the one that attention has, "gpu" or "xla".
+    """
+    groups, tile = layout.owner_groups, config.tile_of(backend)
     most = -(-config.max_num_seqs // groups)
     sizes = config.decode_buckets or (max(1, config.max_num_seqs // 4),)
     decode = sorted({-(-size // groups) for size in sizes} | {most})

@@ -13,6 +13,7 @@ from splash_jax.scheduler import PolicyConfig
 
 AUTO = "auto"
 ATTENTION_BACKENDS = ("auto", "gpu", "xla")
+PREFILL_TILE, GPU_PREFILL_TILE = 16, 128  # rows: the default, and the most that it is on GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128  # prompt tokens per step, all owners together
-    prefill_tile: int = 16  # prompt rows that share one read of their history
+    prefill_tile: int | None = None  # prompt rows that share one read of their history; None: 16, on GPUs up to 128
     decode_buckets: tuple[int, ...] = ()  # requests per step that decode programs are compiled for; () chooses
     block_size: int = 16  # tokens per page
     cp_interleave: int | None = None  # consecutive positions per rank where positions are dealt out; None: a page
@@ -62,13 +63,12 @@ class EngineConfig:
             "num_devices",
             "max_num_seqs",
             "max_num_batched_tokens",
-            "prefill_tile",
             "block_size",
             "spread_layers",
             "spread_parts",
         ):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "cp_interleave", "device_memory_bytes", "transfer_bytes"):
+        for name in ("prefill_tile", "max_model_len", "cp_interleave", "device_memory_bytes", "transfer_bytes"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -121,6 +121,17 @@ class EngineConfig:
     def first_layout(self) -> str:
         """The layout to start in."""
         return self.layouts[0] if self.layout == AUTO else self.layout
+
+    def tile_of(self, attention_backend: str) -> int:
+        """`prefill_tile`, or what it is by default for "gpu" or "xla".
+
+        A GPU's tensor cores want 64 rows of a head and more, which the expanded form takes from one tile; but no more
+        than an owner's share of a step.
+        """
+        if self.prefill_tile is not None:
+            return self.prefill_tile
+        share = self.max_num_batched_tokens // self.num_devices if attention_backend == "gpu" else 0
+        return max(PREFILL_TILE, min(GPU_PREFILL_TILE, 1 << max(0, share.bit_length() - 1)))
 
     @property
     def interleave(self) -> int:

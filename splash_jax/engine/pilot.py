@@ -70,11 +70,12 @@ class Pilot:
         self._costs = ModelCosts(
             step_model(blueprint, hardware), modes=config.switch_modes, spread_layers=config.spread_layers
         )
-        largest = ((layout.owner_groups, buckets[-1]) for layout, buckets in blueprint.buckets.items())
-        rows = max(groups * bucket.tiles * bucket.tile for groups, bucket in largest)
+        largest = {layout: buckets[-1] for layout, buckets in blueprint.buckets.items()}
+        rows = max(layout.owner_groups * bucket.tiles * bucket.tile for layout, bucket in largest.items())
+        tile = next(iter(largest.values())).tile
         room = Room(blueprint.shapes.kv, blueprint.pages)
         self.observer = Observer(
-            costs=self._costs, room=room, slots=config.max_num_seqs, chunks=chunk_sizes(rows, config.prefill_tile),
+            costs=self._costs, room=room, slots=config.max_num_seqs, chunks=chunk_sizes(rows, tile),
             directions=frozenset(blueprint.directions()),
         )  # fmt: skip
         self.chunk: int | None = None  # most prompt rows of a step, until another is decided on

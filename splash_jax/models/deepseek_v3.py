@@ -16,15 +16,22 @@ from splash_jax.models.moe import run_experts
 
 
 class Attention(NamedTuple):
-    """The three pieces of an attention family that a layout arranges.
+    """The pieces of an attention family that a layout arranges.
 
-    `queries(x, positions)`: [..., d] to [..., heads here, D]. `history(x, positions)`: [..., d] to the rows to store,
-    [..., width]. `outputs(out)`: f32[..., heads here, value width] to [..., d], partial over split heads.
+    `queries(x, positions)`: [..., d] to [..., heads here, n + p]. `history(x, positions)`: [..., d] to the rows to
+    store, [..., c + p]. `outputs(out)`: [..., heads here, v] to [..., d], partial over split heads. `absorb` and
+    `values` lead from such queries to those that meet histories as they are stored, [..., heads here, c + p], and back
+    from what is read off them, [..., heads here, c]. A kernel that has the heads of `w_uk` [heads here, c, n] and
+    `w_uv` [heads here, v, c] may do both by itself.
     """
 
     queries: Callable[[jax.Array, jax.Array], jax.Array]
     history: Callable[[jax.Array, jax.Array], jax.Array]
     outputs: Callable[[jax.Array], jax.Array]
+    absorb: Callable[[jax.Array], jax.Array]
+    values: Callable[[jax.Array], jax.Array]
+    w_uk: jax.Array
+    w_uv: jax.Array
 
 
 @runtime_checkable
@@ -47,7 +54,11 @@ def layer(cfg: ModelConfig, w: Mapping[str, Any], x: jax.Array, attend: Attend, 
     family = Attention(
         queries=lambda h, positions: mla.queries(cfg, attn, moved, h, positions),
         history=lambda h, positions: mla.latents(cfg, attn, h, positions),
-        outputs=lambda out: mla.outputs(moved, out, x.dtype),
+        outputs=lambda out: mla.outputs(moved, out),
+        absorb=lambda q: mla.absorb(moved, q),
+        values=lambda out: mla.values(moved, out),
+        w_uk=moved["w_uk"],
+        w_uv=moved["w_uv"],
     )
     with jax.named_scope("attention"):
         x = x + add_bias(attend(family, rms_norm(x, w["attn_norm"], cfg.rms_norm_eps)), attn.get("o_bias"))

@@ -1,6 +1,7 @@
-"""Multi-head latent attention, absorbed: queries meet the latent itself, values are read off it.
+"""Multi-head latent attention. A token's history is one row [latent | rotary key] of width c + p, shared by all heads.
 
-A token's history is one row [latent | rotary key] of width c + p, shared by all heads.
+Absorbed, queries meet the latent itself and values are read off it; expanded, `w_uk` and `w_uv` make keys of n and
+values of v columns of it for every head. Queries and outputs are here in either form.
 """
 
 from collections.abc import Mapping
@@ -24,15 +25,20 @@ def latent_width(cfg: ModelConfig) -> int:
 
 
 def queries(cfg: ModelConfig, attn: Weights, moved: Weights, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """[..., d] at positions i32[...] to absorbed, scaled queries [..., heads here, c + p]."""
+    """[..., d] at positions i32[...] to scaled queries of the heads' own width, [..., heads here, n + p]."""
     if cfg.q_lora_rank is not None:
         latent = add_bias(dot(x, attn["q_a"]), attn.get("q_a_bias"))
         x = rms_norm(latent, attn["q_a_norm"], LORA_NORM_EPS)
     n, p = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
     q = dot(x, moved["q_b"]).reshape(*x.shape[:-1], -1, n + p)
     rotary = rotate(cfg, q[..., n:], jnp.expand_dims(positions, -1))
-    absorbed = dot_heads(q[..., :n], moved["w_uk"])
-    return jnp.concatenate([absorbed, rotary], -1) * jnp.asarray(softmax_scale(cfg), x.dtype)
+    return jnp.concatenate([q[..., :n], rotary], -1) * jnp.asarray(softmax_scale(cfg), x.dtype)
+
+
+def absorb(moved: Weights, q: jax.Array) -> jax.Array:
+    """Queries [..., heads here, n + p] to those that meet latents, [..., heads here, c + p]."""
+    n = moved["w_uk"].shape[-1]
+    return jnp.concatenate([dot_heads(q[..., :n], moved["w_uk"]), q[..., n:]], -1)
 
 
 def latents(cfg: ModelConfig, attn: Weights, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -43,10 +49,14 @@ def latents(cfg: ModelConfig, attn: Weights, x: jax.Array, positions: jax.Array)
     return jnp.concatenate([latent, rotate(cfg, row[..., c:], positions)], -1)
 
 
-def outputs(moved: Weights, out: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Attention over latents f32[..., heads here, c] to [..., d], partial where heads are split; no bias."""
-    values = dot_heads(out.astype(dtype), moved["w_uv"])
-    return dot(values.reshape(*out.shape[:-2], -1), moved["o"])
+def values(moved: Weights, out: jax.Array) -> jax.Array:
+    """Attention over latents [..., heads here, c] to the heads' own values [..., heads here, v]."""
+    return dot_heads(out, moved["w_uv"])
+
+
+def outputs(moved: Weights, out: jax.Array) -> jax.Array:
+    """Values [..., heads here, v] to [..., d], partial where heads are split; no bias."""
+    return dot(out.reshape(*out.shape[:-2], -1), moved["o"])
 
 
 def rotate(cfg: ModelConfig, x: jax.Array, positions: jax.Array) -> jax.Array:

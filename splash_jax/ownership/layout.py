@@ -66,11 +66,12 @@ class Layout:
     head_shards: int = _derived()
     owner_groups: int = _derived()  # groups of ranks that own disjoint requests
     position_shares: int = _derived()  # shares that the positions of one history are dealt into
+    kernel_shards: int = _derived()  # parts that heads stay cut into where they meet histories
 
     def __post_init__(self) -> None:
         for name, axes in (
             ("size", self.axis_names), ("head_shards", self.head_axes), ("owner_groups", self.owner_axes),
-            ("position_shares", self.position_axes),
+            ("position_shares", self.position_axes), ("kernel_shards", self._cut_to_the_end),
         ):  # fmt: skip
             object.__setattr__(self, name, math.prod(axis.size for axis in self.axes if axis.name in axes))
 
@@ -97,6 +98,17 @@ class Layout:
     def position_axes(self) -> tuple[str, ...]:
         """Axes over which the positions of a history are dealt out."""
         return tuple(a.name for a in self.axes if a.placement.history is History.POSITION)
+
+    @property
+    def _cut_to_the_end(self) -> tuple[str, ...]:
+        """Axes over which heads are split and stay so: every rank of them holds every history."""
+        others = (*self.owner_axes, *self.position_axes)
+        return tuple(name for name in self.head_axes if name not in others)
+
+    @property
+    def attends_locally(self) -> bool:
+        """Whether attention exchanges nothing: a rank's own heads meet whole histories on it."""
+        return self.kernel_shards == self.head_shards and self.position_shares == 1
 
     @property
     def everywhere(self) -> bool:

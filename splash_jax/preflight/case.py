@@ -151,8 +151,8 @@ def draw_case(
         raise ConfigError(f"context {context} is more than the model's {cfg.max_position_embeddings} tokens.")
     settings = EngineConfig(
         model=Path(model), num_devices=num_devices, layout=layouts[0], layouts=layouts, dtype=dtype,
-        attention_backend=attention_backend,
-        max_num_seqs=batch, max_num_batched_tokens=prefill_tokens, decode_buckets=(batch,), block_size=block_size,
+        attention_backend=attention_backend, max_num_seqs=batch, max_num_batched_tokens=prefill_tokens,
+        decode_buckets=(batch,), block_size=block_size,
     )  # fmt: skip
     made = tuple(make_layout(name, settings.mesh_shape) for name in layouts)
     check_heads(made[0], cfg.num_heads)
@@ -167,16 +167,14 @@ def draw_case(
         model=cfg, dtype=served, kv=kv, max_model_len=context + block_size, slots=batch, penalties=False,
         attention_backend=backend, attention_chip=chip,
     )  # fmt: skip
+    buckets = {layout: make_buckets(settings, layout, prefill_tokens, backend) for layout in made}
     return Case(
         name=model,
         model=cfg,
         hardware=hardware,
         shapes=shapes,
         layouts=made,
-        buckets={
-            layout: dict(zip(STEPS, switch_buckets(make_buckets(settings, layout, prefill_tokens)), strict=True))
-            for layout in made
-        },
+        buckets={layout: dict(zip(STEPS, switch_buckets(found), strict=True)) for layout, found in buckets.items()},
         state=state_bytes(cfg, served, num_devices, kv),
         batch=batch,
         context=context,

@@ -4,9 +4,10 @@ Rows are laid out by owner group: decode rows, then tiles of prompt rows. Rows l
 position -1, which is never written, attended from, sampled or routed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
     """One step's inputs. G stands for the sizes of the owner axes, T for all ranks, S for sampled rows."""
 
     rows: np.ndarray  # i32[3, G..., R]: token (-1: the slot's last), slot, position (-1: padding). Replicated
-    local: np.ndarray  # i32[T, X]: per rank, see `unpack_local`
+    local: np.ndarray  # i32[T, X]: per rank, see `Local`
     picks: np.ndarray  # i32[G..., sequences]: row that each sequence samples. Replicated
     floats: np.ndarray  # f32[S, len(FLOAT_FIELDS)]: dealt over all ranks
     ints: np.ndarray  # i32[S, len(INT_FIELDS) + MAX_STOP_IDS]: dealt over all ranks
@@ -73,16 +74,35 @@ class Places:
     rows: dict[str, np.ndarray] = field(default_factory=dict)  # request -> flat row indices, in order of position
 
 
-def local_size(shapes: Shapes, layout: Layout, bucket: Bucket) -> int:
-    return bucket.rows + bucket.sequences * (shapes.table_width(layout) + 2)
+class Local(NamedTuple):
+    """A rank's own part of a step, views of one array i32[X]. R rows, S sequences, W pages of each at most."""
+
+    write: Any  # [R]: slot of the pool that each row is written to
+    pages: Any  # [S, W]
+    held: Any  # [S]: tokens of each sequence here
+    lag: Any  # [S]
+    items: Any  # [N, 4] and
+    first: Any  # [decode rows + 1]: the decode rows' `Work`; empty where no kernel wants it
 
 
-def unpack_local(shapes: Shapes, layout: Layout, bucket: Bucket, local):
-    """Split i32[X] into write slots [R], pages [S, W], held [S] and lag [S]."""
+def _local_shapes(shapes: Shapes, layout: Layout, bucket: Bucket) -> Local:
     R, S, W = bucket.rows, bucket.sequences, shapes.table_width(layout)
-    pages = local[R : R + S * W].reshape(S, W)
-    rest = local[R + S * W :]
-    return local[:R], pages, rest[:S], rest[S:]
+    work = shapes.cut_decodes(layout, np.zeros(bucket.decode, np.int32))
+    items, first = ((0, 4), (0,)) if work is None else (work.items.shape, work.first.shape)
+    return Local(write=(R,), pages=(S, W), held=(S,), lag=(S,), items=items, first=first)
+
+
+def local_size(shapes: Shapes, layout: Layout, bucket: Bucket) -> int:
+    """X of `Local`."""
+    return sum(map(math.prod, _local_shapes(shapes, layout, bucket)))
+
+
+def unpack_local(shapes: Shapes, layout: Layout, bucket: Bucket, local: Any) -> Local:
+    """Views of i32[X], numpy's or JAX's."""
+    sizes = _local_shapes(shapes, layout, bucket)
+    ends = np.cumsum([math.prod(size) for size in sizes]).tolist()
+    starts = (0, *ends[:-1])
+    return Local(*(local[a:b].reshape(size) for a, b, size in zip(starts, ends, sizes, strict=True)))
 
 
 def build_batch(
@@ -98,8 +118,8 @@ def build_batch(
     rows[2] = -1
     local = np.zeros((layout.size, local_size(shapes, layout, bucket)), np.int32)
     views = [unpack_local(shapes, layout, bucket, local[rank]) for rank in range(layout.size)]
-    for write, _, _, _ in views:
-        write[:] = pool.pages_per_rank * page_size  # out of bounds: dropped
+    for view in views:
+        view.write[:] = pool.pages_per_rank * page_size  # out of bounds: dropped
     picks = np.zeros((n_groups, S), np.int32)
     total = sample_rows(layout, bucket)
     floats = np.tile(np.asarray([0, 1, 0, 0, 0, 1], np.float32), (total, 1))
@@ -121,14 +141,15 @@ def build_batch(
             at.append(group * R + np.arange(first_row, first_row + count))
             for rank in layout.holders(home):
                 lag = layout.lag(home, rank)
-                write, pages, held, lags = views[rank]
+                view = views[rank]
                 mine = np.asarray(pool.pages(work.name, rank), np.int32)
-                held[sequence] = shapes.kv.tokens_held(layout, lag, int(positions[-1]) + 1)
-                lags[sequence] = lag
-                pages[sequence, : len(mine)] = mine
+                view.held[sequence] = shapes.kv.tokens_held(layout, lag, int(positions[-1]) + 1)
+                view.lag[sequence] = lag
+                view.pages[sequence, : len(mine)] = mine
                 here = shapes.kv.lag_of(layout, positions) == lag
                 index = shapes.kv.local_index(layout, positions[here])
-                write[first_row + np.flatnonzero(here)] = mine[index // page_size] * page_size + index % page_size
+                slots = mine[index // page_size] * page_size + index % page_size
+                view.write[first_row + np.flatnonzero(here)] = slots
             last_row, last_sequence = first_row + count - 1, sequence
         places.rows[work.name] = np.concatenate(at)
         if work.draw is not None:
@@ -136,8 +157,20 @@ def build_batch(
             sampled = group * S + last_sequence
             places.sampled[work.name] = sampled
             _fill_draw(floats[sampled], ints[sampled], work.draw, work.slot)
+    _cut_decodes(shapes, layout, bucket, views)
     shape = lambda x, lead: x.reshape(*lead, *G, x.shape[-1])  # noqa: E731
     return Batch(shape(rows, (3,)), local, shape(picks, ()), floats, ints), places
+
+
+def _cut_decodes(shapes: Shapes, layout: Layout, bucket: Bucket, views: Sequence[Local]) -> None:
+    """Fill in every rank's work: a decode row sees all that is held of it. Ranks that hold the same are cut alike."""
+    known: dict[bytes, Any] = {}
+    for view in views:
+        held = view.held[: bucket.decode]
+        if (key := held.tobytes()) not in known:
+            known[key] = shapes.cut_decodes(layout, held)
+        if (work := known[key]) is not None:
+            view.items[:], view.first[:] = work.items, work.first
 
 
 def _pieces(bucket: Bucket, used: list[int], work: Work) -> list[tuple[int, int, int, int]]:

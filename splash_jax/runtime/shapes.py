@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from pallas_kernels.chip import CHIPS, chip_of
+from pallas_kernels.mla_decode import Work, plan_decode
 from splash_jax.errors import ConfigError
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.mla import latent_width
@@ -52,6 +55,13 @@ class Shapes:
     def table_width(self, layout: Layout) -> int:
         """Pages of one request that a rank holds at most."""
         return self.kv.pages_held(layout, 0, self.max_model_len)
+
+    def cut_decodes(self, layout: Layout, held: np.ndarray) -> Work | None:
+        """How the decode kernel of a rank takes histories of `held` i32[B] tokens; None where there is none."""
+        if self.attention_backend != "gpu" or self.attention_chip is None or not len(held):
+            return None
+        heads = self.model.num_heads // layout.kernel_shards
+        return plan_decode(held, heads=heads, fp8=False, chip=self.attention_chip)
 
 
 def groups(layout: Layout) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
 """The pieces of a step as functions of local views, to be run in `jax.shard_map` over a layout's mesh."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.mla_attention import PageTable, mla_attention
+from pallas_kernels.mla_attention import HeadWeights, PageTable, mla_attention
 from splash_jax.layouts import Exchange
 from splash_jax.models import deepseek_v3 as model
 from splash_jax.ownership import Bucket, Layout
@@ -33,31 +36,39 @@ class Step:
         self, w: dict[str, Any], x: jax.Array, pool: jax.Array, rows: jax.Array, local: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """One layer: x [groups carried..., R, d] and the layer's pool [1, P, page_size, width], which it updates."""
-        exchange, shapes = self.exchange, self.shapes
-        write, pages, held, lag = unpack_local(shapes, self.layout, self.bucket, local[0])
-        positions = exchange.carried_rows(rows[2])
+        exchange, shapes, bucket = self.exchange, self.shapes, self.bucket
+        here = unpack_local(shapes, self.layout, bucket, local[0])
+        slots, positions = exchange.carried_rows(rows[1]), exchange.carried_rows(rows[2])
         own_positions = exchange.own_rows(positions)
         stored: list[jax.Array] = []
 
-        def kernel(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def kernel(q: jax.Array, heads: HeadWeights | None = None) -> tuple[jax.Array, jax.Array]:
+            work = shapes.cut_decodes(self.layout, np.zeros(bucket.decode, np.int32))
             return mla_attention(
                 q,
                 own_positions,
                 stored[0],
-                PageTable(pages, held, lag),
+                PageTable(here.pages, here.held, here.lag),
                 value_width=shapes.model.kv_lora_rank,
-                tile=self.bucket.tile,
+                tile=bucket.tile,
                 shares=self.layout.position_shares,
                 interleave=shapes.kv.interleave,
+                heads=heads,
+                prompts=None if heads is None else first_tiles(exchange.own_rows(slots), bucket),
+                work=work and replace(work, items=here.items, first=here.first),
                 backend=shapes.attention_backend,
                 chip=shapes.attention_chip,
             )
 
         def attend(family: model.Attention, x: jax.Array) -> jax.Array:
             history = family.history(exchange.own_rows(x), own_positions)
-            stored.append(_store(pool[0], write, history))
-            out = exchange.attend(family.queries(x, positions), kernel)
-            return exchange.reduce_heads(family.outputs(out))
+            stored.append(_store(pool[0], here.write, history))
+            q = family.queries(x, positions)
+            if self.layout.attends_locally and shapes.attention_backend == "gpu":
+                values = exchange.attend(q, partial(kernel, heads=HeadWeights(family.w_uk, family.w_uv)))
+            else:
+                values = family.values(exchange.attend(family.absorb(q), kernel))
+            return exchange.reduce_heads(family.outputs(values))
 
         def spread(f: Any, x: jax.Array) -> jax.Array:
             every = exchange.gather_rows(x)
@@ -109,6 +120,14 @@ def reorder_rows(src: Exchange, dst: Exchange, x: jax.Array, order: jax.Array) -
     flat = every.reshape(-1, every.shape[-1])
     mine = dst.carried_rows(order)
     return jnp.where(mine[..., None] >= 0, flat.at[jnp.maximum(mine, 0)].get(mode="clip"), 0)
+
+
+def first_tiles(slots: jax.Array, bucket: Bucket) -> jax.Array | None:
+    """i32[tiles]: for every tile of rows in request slots i32[R], the first tile of the same request; None without."""
+    if not bucket.tiles:
+        return None
+    slot = slots[bucket.decode :: bucket.tile]
+    return (slot[:, None] == slot[None]).argmax(1).astype(jnp.int32)
 
 
 def _store(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:

@@ -126,7 +126,7 @@ def test_a_short_longest_step_makes_prompts_come_in_smaller_chunks(auto: LLM) ->
         drive(auto)
         auto.engine.take(request.name)
         rows[limit] = [record.rows for record in auto.records[since:] if record.rows > 1]
-    tile = auto.engine.config.prefill_tile
+    tile = auto.engine.config.tile_of("xla")
     assert rows[None] == [60]
     assert sum(rows[1e-9]) == 60 and max(rows[1e-9]) == tile
 

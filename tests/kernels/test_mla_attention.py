@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_attention import IMPLEMENTATIONS, PageTable, gpu, mla_attention, xla
+from pallas_kernels.mla_attention import IMPLEMENTATIONS, HeadWeights, PageTable, gpu, mla_attention, xla
 from pallas_kernels.mla_prefill import mla_prefill
 from splash_jax.layouts import make_layout
 from splash_jax.layouts.merge import merge_parts
@@ -234,7 +234,36 @@ def test_tiles_reach_prefill_with_what_their_rows_see(name, monkeypatch):
         shares=case.shares, interleave=case.interleave, backend="gpu", chip="h200",
     )  # fmt: skip
     assert within(tuple(np.asarray(x) for x in got), reference(case, given))
-    assert called == [{"tile": case.tile, "value_width": V, "backend": "triton", "chip": "h200"}]
+    assert called == [{"tile": case.tile, "value_width": V, "sequence": None, "backend": "triton", "chip": "h200"}]
+
+
+@pytest.mark.parametrize(("backend", "chip"), [*((name, None) for name in IMPLEMENTATIONS), ("gpu", "h200")])
+def test_with_their_weights_heads_keep_their_own_widths(backend, chip, monkeypatch):
+    """Queries of 2 + 3 columns to values of 4: the projections of float64 around its attention over latents."""
+    name, rng, called = "tiles and decode rows", np.random.default_rng(5), []
+    case, given = CASES[name], inputs(name)
+    w_uk, w_uv = (rng.normal(0, 0.4, shape).astype(np.float32) for shape in ((H, V, 2), (H, 4, V)))
+    q = rng.normal(0, 0.6, (case.rows, H, 2 + D - V)).astype(np.float32)
+    latent = np.einsum("rhn,hcn->rhc", q[..., :2], w_uk)
+    out, lse = reference(case, given | {"q": np.concatenate([latent, q[..., 2:]], -1)})
+    want = np.einsum("rhc,hvc->rhv", out, w_uv), lse
+
+    def oracle(*args: Any, **options: Any) -> Any:
+        called.append(options)
+        return mla_prefill(*args, **options | {"backend": "ref"})
+
+    monkeypatch.setattr(gpu.prefill, "mla_prefill", oracle)
+    prompts = jnp.asarray([0, 1, 2], jnp.int32)
+    got = mla_attention(
+        jnp.asarray(q), given["positions"], jnp.asarray(given["pool"]),
+        PageTable(*(jnp.asarray(given[k]) for k in PageTable._fields)), value_width=V, tile=case.tile,
+        shares=case.shares, interleave=case.interleave, heads=HeadWeights(jnp.asarray(w_uk), jnp.asarray(w_uv)),
+        prompts=prompts, backend=backend, chip=chip,
+    )  # fmt: skip
+    assert within(tuple(np.asarray(x) for x in got), want)
+    if chip:
+        (options,) = called
+        assert options["sequence"] is prompts and options["w_uk"].shape == (H, V, 2)
 
 
 def test_shapes_that_do_not_split_are_refused():

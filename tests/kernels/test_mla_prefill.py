@@ -11,7 +11,7 @@ from hypothesis import given as draw
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pallas_kernels.mla_prefill import ExpandedConfig, TileConfig, mla_prefill
+from pallas_kernels.mla_prefill import ExpandedConfig, TileConfig, api, mla_prefill
 from tests.kernels.mla_cases import TOLERANCE, Case, Given, reference, within
 from tests.kernels.tile_cases import Prompts, Tiles, make_tiles
 
@@ -92,14 +92,15 @@ def expanded_reference(case: Case, given: Given, w_uk: np.ndarray, w_uv: np.ndar
     return np.einsum("rhc,hvc->rhv", out, w_uv.astype(np.float64)), lse
 
 
-def run_with_weights(name: str, dtype: Any, **options: Any) -> tuple[Any, Any]:
+def run_with_weights(name: str, dtype: Any, jitted: bool = True, **options: Any) -> tuple[Any, Any]:
     """What came out, and what should have."""
     case, prompts = PROBLEMS[name]
     given, tiles, _ = problem(name)
     w_uk, w_uv = weights(case)
     given = given._replace(q=given.q[..., : NOPE + case.rotary])
     pool = jnp.asarray(given.pool) if case.fp8 else jnp.asarray(given.pool).astype(dtype)
-    prefill = jax.jit(partial(mla_prefill, tile=prompts.tile, value_width=case.latent, **options))
+    prefill = partial(mla_prefill, tile=prompts.tile, value_width=case.latent, **options)
+    prefill = jax.jit(prefill) if jitted else prefill
     q, uk, uv = (jnp.asarray(x).astype(dtype) for x in (given.q, w_uk, w_uv))
     got = prefill(q, pool, tiles.pages, tiles.seen, sequence=tiles.sequence, w_uk=uk, w_uv=uv)
     return got, expanded_reference(case, given, w_uk, w_uv)
@@ -117,6 +118,33 @@ def test_the_expanded_form_is_softmax_attention(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_program_itself_takes_the_cheaper_form(pays, monkeypatch):
+    """Asked with what the rows really see: every sequence's tokens once, however many tiles it has."""
+    asked, ran, attend = [], [], api.expanded.attend
+    small = {"absorbed": WHOLE, "expanded": EXPANDED}
+
+    def rule(call: Any, chip: str, pairs: Any, tokens: Any) -> Any:
+        asked.append((call, chip, float(pairs), float(tokens)))
+        return jnp.asarray(pays)
+
+    def marked(*args: Any, **options: Any) -> Any:
+        jax.debug.callback(lambda: ran.append("expanded"))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(api, "expansion_pays", rule)
+    monkeypatch.setattr(api, "config_for", lambda chip, form, *_: small[form])
+    monkeypatch.setattr(api.expanded, "attend", marked)
+    got, want = run_with_weights("ragged", jnp.float32, jitted=False, backend="triton", chip="h200", interpret=True)
+    jax.effects_barrier()
+    assert within(tuple(np.asarray(x) for x in got), want, "float32")
+    assert ran == ["expanded"] * pays
+    ((call, chip, pairs, tokens),) = asked
+    sees = [kept - i for kept, rows in RAGGED for i in range(rows)]
+    assert (chip, pairs, tokens) == ("h200", sum(sees), sum(kept for kept, _ in RAGGED))
+    assert (call.nope, call.value, call.rotary) == (NOPE, VALUE, PROBLEMS["ragged"][0].rotary)
+
+
 def test_the_absorbed_form_projects_in_and_out_of_latent_space():
     got, want = run_with_weights("ragged", jnp.float32, form="absorbed", backend="triton", config=WHOLE, interpret=True)
     assert within(got, want, "float32")

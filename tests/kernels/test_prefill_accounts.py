@@ -1,7 +1,10 @@
 """The accounts of prefill against sums done by hand, and the rules that follow from them."""
 
 from dataclasses import replace
+from itertools import product
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.chip import CHIPS
@@ -9,9 +12,11 @@ from pallas_kernels.gqa_attention.account import account as gqa
 from pallas_kernels.mla_decode.account import RATE
 from pallas_kernels.mla_prefill.account import (
     FLOPS_PER_BYTE,
+    FORMS,
     Call,
     account,
     cheaper_form,
+    expansion_pays,
     phases,
     tiles_or_rows,
 )
@@ -73,6 +78,20 @@ def test_the_cheaper_form_follows_the_rows_that_share_a_history(chip):
     )
     assert 100 < turn < 400, "FLOPs alone would say 171"
     assert cheaper_form(CALL, None) == "absorbed"
+
+
+@pytest.mark.parametrize("chip", FLOPS_PER_BYTE)
+def test_a_program_decides_as_the_rule_does(chip):
+    """In float32 and at run time: the same form for every call that is not within a thousandth of level."""
+    decide, both = jax.jit(expansion_pays, static_argnums=(0, 1)), set()
+    for rows, keys, sequences, heads in product((16, 160, 2048), (256, 131072), (1, 4), (16, 128)):
+        call = replace(CALL, rows=rows, keys=keys, sequences=sequences, heads=heads, tile=min(rows, 128))
+        clocks = [sum(p.clocks(chip, FLOPS_PER_BYTE[chip]) for p in phases(call, form)) for form in FORMS]
+        if abs(clocks[0] / clocks[1] - 1) > 1e-3:
+            pays = bool(decide(call, chip, jnp.float32(call.pairs), jnp.float32(sequences * keys)))
+            assert pays == (cheaper_form(call, chip) == "expanded"), call
+            both.add(pays)
+    assert both == {True, False}
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -96,10 +95,14 @@ def scores_float64(
 
 def scores(cfg: ModelConfig, file: File, xq: Any, at_q: Any, xk: Any, at_k: Any) -> np.ndarray:
     attn, moved = file.rank(cfg)
-    q = jax.jit(partial(mla.queries, cfg))(attn, moved, xq, at_q)
+    q = jax.jit(partial(absorbed_queries, cfg))(attn, moved, xq, at_q)
     k = jax.jit(partial(mla.latents, cfg))(attn, xk, at_k)
     assert q.shape == (len(xq), cfg.num_heads, mla.latent_width(cfg)) and k.shape == (len(xk), mla.latent_width(cfg))
     return np.einsum("qhd,kd->hqk", np.asarray(q, np.float64), np.asarray(k, np.float64))
+
+
+def absorbed_queries(cfg: ModelConfig, attn: Any, moved: Any, x: Any, at: Any) -> jax.Array:
+    return mla.absorb(moved, mla.queries(cfg, attn, moved, x, at))
 
 
 def rows(seed: int) -> np.ndarray:
@@ -195,7 +198,7 @@ def test_outputs_split_by_head_sum_to_the_whole():
     out = np.random.default_rng(3).normal(size=(4, 2, 8)).astype(np.float32)
     w_uv = file["kv_b_proj.weight"].reshape(2, -1, 8)[:, cfg.qk_nope_head_dim :].astype(np.float64)
     want = np.einsum("nhc,hvc->nhv", out.astype(np.float64), w_uv).reshape(4, 6) @ file["o_proj.weight"].T
-    outputs = jax.jit(lambda moved, out: mla.outputs(moved, out, jnp.float32))
+    outputs = jax.jit(lambda moved, out: mla.outputs(moved, mla.values(moved, out)))
     np.testing.assert_allclose(outputs(file.rank(cfg)[1], out), want, atol=1e-5)
     total = sum(np.asarray(outputs(file.rank(cfg, 2, h)[1], out[:, h : h + 1])) for h in range(2))
     np.testing.assert_allclose(total, want, atol=1e-5)
@@ -205,7 +208,7 @@ def test_leading_dimensions_are_kept_and_padding_is_finite():
     cfg = config()
     attn, moved = make_file(cfg).rank(cfg)
     x, at = rows(1).reshape(2, 2, 12), np.asarray([[-1, 3], [0, -1]], np.int32)
-    q = jax.jit(partial(mla.queries, cfg))(attn, moved, x, at)
+    q = jax.jit(partial(absorbed_queries, cfg))(attn, moved, x, at)
     k = jax.jit(partial(mla.latents, cfg))(attn, x, at)
     assert q.shape == (2, 2, 2, 12) and k.shape == (2, 2, 12)
     assert np.isfinite(np.asarray(q)).all() and np.isfinite(np.asarray(k)).all()

@@ -30,7 +30,7 @@ def attention_kernels(asked: str, device_kind: str) -> tuple[str, str | None]:
             f'Use "auto" or "xla".'
         )
     backend = ("gpu" if chip else "xla") if asked == "auto" else asked
-    return backend, chip.name if chip else None
+    return backend, chip.name if chip and backend == "gpu" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Shapes:
     slots: int  # requests that may run at once
     penalties: bool  # whether token counts are kept per slot
     attention_backend: str = "xla"  # of pallas_kernels.mla_attention
-    attention_chip: str | None = None  # of pallas_kernels.chip.CHIPS, that its kernels are chosen for
+    attention_chip: str | None = None  # of pallas_kernels.chip.CHIPS, that "gpu" chooses kernels for
     transfer_bytes: int | None = None  # most that a rank receives of a layer's histories at a time; None: 1.5 pools
 
     @property
@@ -52,13 +52,18 @@ class Shapes:
         """Numbers stored per token and layer."""
         return latent_width(self.model)
 
+    @property
+    def kernels(self) -> bool:
+        """Whether programs are for a GPU that has kernels, and are to take them."""
+        return self.attention_chip is not None
+
     def table_width(self, layout: Layout) -> int:
         """Pages of one request that a rank holds at most."""
         return self.kv.pages_held(layout, 0, self.max_model_len)
 
     def cut_decodes(self, layout: Layout, held: np.ndarray) -> Work | None:
         """How the decode kernel of a rank takes histories of `held` i32[B] tokens; None where there is none."""
-        if self.attention_backend != "gpu" or self.attention_chip is None or not len(held):
+        if not self.kernels or not len(held):
             return None
         heads = self.model.num_heads // layout.kernel_shards
         return plan_decode(held, heads=heads, fp8=False, chip=self.attention_chip)

@@ -14,6 +14,7 @@ from splash_jax.models import deepseek_v3 as model
 from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime import sampler
 from splash_jax.runtime.batch import unpack_local
+from splash_jax.runtime.pages import put
 from splash_jax.runtime.sampler import Drawn, SamplerState
 from splash_jax.runtime.shapes import NOWHERE, Shapes, sample_rows
 
@@ -62,9 +63,9 @@ class Step:
 
         def attend(family: model.Attention, x: jax.Array) -> jax.Array:
             history = family.history(exchange.own_rows(x), own_positions)
-            stored.append(_store(pool[0], here.write, history))
+            stored.append(_store(pool[0], here.write, history, shapes.kernels))
             q = family.queries(x, positions)
-            if self.layout.attends_locally and shapes.attention_backend == "gpu":
+            if self.layout.attends_locally and shapes.kernels:
                 values = exchange.attend(q, partial(kernel, heads=HeadWeights(family.w_uk, family.w_uv)))
             else:
                 values = family.values(exchange.attend(family.absorb(q), kernel))
@@ -130,8 +131,8 @@ def first_tiles(slots: jax.Array, bucket: Bucket) -> jax.Array | None:
     return (slot[:, None] == slot[None]).argmax(1).astype(jnp.int32)
 
 
-def _store(pool: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+def _store(pool: jax.Array, slots: jax.Array, rows: jax.Array, kernels: bool) -> jax.Array:
     """Write rows [R, width] at flat slots i32[R] of a pool [P, page_size, width], in place; out of bounds: dropped."""
     if len(slots) == 1:  # XLA:CPU copies the whole pool, several times, around a scatter of a single row
         slots, rows = jnp.pad(slots, (0, 1), constant_values=NOWHERE), jnp.pad(rows, ((0, 1), (0, 0)))
-    return pool.reshape(-1, pool.shape[-1]).at[slots].set(rows, mode="drop").reshape(pool.shape)
+    return put(pool.reshape(-1, pool.shape[-1]), slots, rows, kernels=kernels).reshape(pool.shape)

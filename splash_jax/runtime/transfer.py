@@ -15,6 +15,7 @@ import numpy as np
 from splash_jax.ownership import Layout, SwitchPlan, WeightMove
 from splash_jax.ownership.plan import KVMove
 from splash_jax.ownership.travel import gathers, most_grains, travel_axes
+from splash_jax.runtime.pages import put, take
 from splash_jax.runtime.shapes import NOWHERE, Shapes
 
 POOLS_AT_A_TIME = 1.5  # of the destination: most that a rank receives in one chunk, unless `Shapes` says otherwise
@@ -37,6 +38,7 @@ class Route:
     in_rounds: bool  # what does not fit one round may follow in further ones
     weights: WeightMove
     chunks: int = 1  # equal pieces, one after another, that a round's moves are cut into
+    kernels: bool = False  # whether pages are gathered and scattered by kernels
 
     @property
     def group(self) -> int:
@@ -100,6 +102,7 @@ def make_route(
         locals=relocated * per_page,
         in_rounds=in_rounds,
         weights=weights,
+        kernels=shapes.kernels,
     )
     most = shapes.transfer_bytes or POOLS_AT_A_TIME * dst_pages * kv.page_size * kv.bytes_per_token
     return in_chunks(route, math.ceil(route.sends * group * grain * kv.bytes_per_token / most))
@@ -266,16 +269,16 @@ def scatter_round(route: Route, old: jax.Array, new: jax.Array, read: jax.Array,
     """Write one round of moves out of `old` into `new`, both [grains, grain, width]."""
     if route.sends + route.locals == 0:
         return new
-    taken = old.at[read[0]].get(mode="clip")
+    taken = take(old, read[0], kernels=route.kernels)
     if route.locals:
-        new = new.at[write[0, : route.locals]].set(taken[: route.locals], mode="drop")
+        new = put(new, write[0, : route.locals], taken[: route.locals], kernels=route.kernels)
     if route.sends:
         buffer = taken[route.locals :]
         if route.gathers:
             arrived = jax.lax.all_gather(buffer, route.axes, axis=0, tiled=True)
         else:
             arrived = jax.lax.all_to_all(buffer, route.axes, split_axis=0, concat_axis=0, tiled=True)
-        new = new.at[write[0, route.locals :]].set(arrived, mode="drop")
+        new = put(new, write[0, route.locals :], arrived, kernels=route.kernels)
     return new
 
 

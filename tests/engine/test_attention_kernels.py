@@ -1,4 +1,4 @@
-"""An engine as it hands its steps to GPU kernels. Here the kernels' oracles stand in for them, and refuse what is wrong."""
+"""An engine as it hands its steps to GPU kernels. Their oracles stand in for them here, and refuse what is wrong."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
+from pallas_kernels.mla_decode import triton
 from splash_jax import preflight
 from splash_jax.cli.main import run
 from splash_jax.cost import load_hardware
@@ -110,16 +112,35 @@ def test_every_direction_lies_beside_compute():
 
 
 @pytest.mark.slow
-def test_steps_with_attention_kernels_compile_in_every_layout():
+def test_steps_with_attention_kernels_compile_in_every_layout(monkeypatch):
     """As an engine on eight H200 takes them by default: decode rows and prompt tiles, one head a rank or all eight."""
     case = small_case(LAYOUTS, kinds=("dense",), attention_backend="auto", **DENSE)
     assert (case.shapes.attention_backend, case.shapes.attention_chip) == ("gpu", "h200")
-    programs = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes)
+    programs, cut = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes), triton.split_work
+
+    def on_the_host(held: Any, **options: Any) -> Any:
+        assert isinstance(held, np.ndarray), "decode rows' work is cut once a step, not once a layer."
+        return cut(held, **options)
+
+    monkeypatch.setattr(triton, "split_work", on_the_host)
     for key in step_keys(case):
         if key.part == "dense":
-            text = programs.get(key).as_text()
-            assert "mla_decode" in text, str(key)
-            assert ("mla_prefill" in text) == (key.bucket.tiles > 0), str(key)
+            text, prompts = programs.get(key).as_text(), key.bucket.tiles > 0
+            assert "mla_decode" in text and "page_scatter" in text, str(key)
+            assert ("mla_prefill" in text) == prompts, str(key)
+            assert ("mla_prefill_expanded" in text) == (prompts and key.layout.attends_locally), str(key)
+
+
+@pytest.mark.slow
+def test_switches_by_page_kernels_lie_beside_compute():
+    """The kernels take and put pages in place, and leave the transfer where it was."""
+    case = small_case(("dop", "cp"), kinds=("dense",), attention_backend="auto", **DENSE)
+    report = compiled(case)
+    check(report)
+    programs = Programs(target_mesh(case.hardware.target, case.mesh_sizes), case.shapes)
+    key = next(key for key in report.facts if isinstance(key, SwitchKey) and key.kind)
+    text = programs.get(key).as_text()
+    assert "page_gather" in text and "page_scatter" in text and "scatter(" not in text
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
+from pallas_kernels.page_move import gather_pages, scatter_pages
 from splash_jax.kv import PagePool
 from splash_jax.layouts import ROLES, attention_mesh, local_spec, make_layout, pool_spec, weight_spec
 from splash_jax.models.config import ModelConfig
@@ -29,6 +30,7 @@ from splash_jax.runtime import (
     prepare_switch,
     run_step,
 )
+from splash_jax.runtime import pages as by_number
 from splash_jax.runtime.transfer import Route, in_chunks
 from tests.support import DIRECTIONS, HYBRID_DIRECTIONS, HYBRIDS, MESHES, SMALL
 
@@ -189,6 +191,27 @@ def test_a_move_larger_than_the_bound_comes_in_chunks():
         route = plan_route(replace(at.shapes, transfer_bytes=bound), plan)
         assert route.chunks == chunks
         assert route.sends // chunks * T * plan.kv.grain_bytes <= bound + T * plan.kv.grain_bytes
+
+
+@pytest.mark.parametrize(("src", "dst", "chunks"), [("dp", "tp", 1), ("cp", "dop", 2), ("dop", "cp", 1)])
+def test_page_kernels_move_what_xla_does(src, dst, chunks, monkeypatch):
+    """In interpret mode: the programs that an engine on a GPU of theirs has."""
+    called = []
+
+    def interpreted(kernel: Any) -> Any:
+        def call(*args: Any, backend: str) -> Any:
+            called.append(kernel.__name__)
+            return kernel(*args, backend=backend, interpret=True)
+
+        return call
+
+    for kernel in (gather_pages, scatter_pages):
+        monkeypatch.setattr(by_number, kernel.__name__, interpreted(kernel))
+    shapes = replace(programs(1, src).shapes, attention_backend="gpu", attention_chip="h200")
+    plan = make_plan(LAYOUTS[src], LAYOUTS[dst], shapes.kv, (PAGES[src], PAGES[dst]))
+    route = in_chunks(plan_route(shapes, plan, 32), chunks)
+    check_transfer(Stubbed(mesh(LAYOUTS[src]), shapes), plan, route)
+    assert set(called) == {"gather_pages", "scatter_pages"}
 
 
 def check_transfer(at: Stubbed, plan: SwitchPlan, route: Route) -> None:

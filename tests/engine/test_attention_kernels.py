@@ -1,6 +1,6 @@
 """An engine as it hands its steps to GPU kernels. Their oracles stand in for them here, and refuse what is wrong."""
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,31 @@ import pytest
 from pallas_kernels.mla_attention import gpu
 from pallas_kernels.mla_decode import mla_decode, plan_decode
 from pallas_kernels.mla_prefill import mla_prefill
+from pallas_kernels.page_move import gather_pages, scatter_pages
 from splash_jax import LLM
 from splash_jax.engine import build
+from splash_jax.layouts import make_layout
 from splash_jax.ownership import Bucket
+from splash_jax.runtime import pages
 from splash_jax.runtime.step import first_tiles
 from tests.engine.conftest import GAP, TOLERANCE, go, greedy, mixed_prompts, smallest_gap
-from tests.support import USUAL, make_llm, max_logprob_difference
+from tests.support import LAYOUTS, make_llm, max_logprob_difference
 
 
-@pytest.fixture(scope="module")
-def kernels(small: Path) -> Iterator[tuple[LLM, list[dict[str, Any]]]]:
-    """An engine that takes its devices for H200s, and what its programs hand to prompt kernels."""
+def oracle(kernel: Any, *args: Any, backend: str) -> Any:
+    assert backend == "triton"
+    return kernel(*args, backend="ref")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp", "dop", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in ("tp", "dop"))],
+)
+def test_kernels_get_all_that_a_step_has(small: Path, llm: LLM, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several tiles, and rows that decode beside them, in an engine that takes its devices for H200s.
+
+    Heads keep their own widths where nothing is exchanged; elsewhere queries cross as they meet latents.
+    """
     asked: list[dict[str, Any]] = []
 
     def decode(q: Any, pool: Any, pages: Any, seen: Any, *, work: Any, backend: str, **options: Any) -> Any:
@@ -35,32 +49,19 @@ def kernels(small: Path) -> Iterator[tuple[LLM, list[dict[str, Any]]]]:
         asked.append(options)
         return mla_prefill(*args, **options | {"backend": "ref"})
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(build, "attention_kernels", lambda asked, kind: ("gpu", "h200"))
-    patch.setattr(gpu.kernels, "mla_decode", decode)
-    patch.setattr(gpu.prefill, "mla_prefill", prefill)
-    try:
-        yield make_llm(small, layouts=USUAL), asked
-    finally:
-        patch.undo()
-
-
-@pytest.mark.parametrize("layout", USUAL)
-def test_kernels_get_all_that_a_step_has(kernels: tuple[LLM, list[dict[str, Any]]], llm: LLM, layout: str) -> None:
-    """Prompts of several tiles, and rows that decode beside them, as XLA's engine computes them."""
-    ours = go(kernels[0], layout).generate(mixed_prompts(3), greedy(8, logprobs=2))
-    theirs = go(llm, layout).generate(mixed_prompts(3), greedy(8, logprobs=2))
-    for a, b in zip(ours, theirs, strict=True):
+    monkeypatch.setattr(build, "attention_kernels", lambda asked, kind: ("gpu", "h200"))
+    monkeypatch.setattr(gpu.kernels, "mla_decode", decode)
+    monkeypatch.setattr(gpu.prefill, "mla_prefill", prefill)
+    for kernel in (gather_pages, scatter_pages):
+        monkeypatch.setattr(pages, kernel.__name__, partial(oracle, kernel))
+    ours = make_llm(small, layout=layout, layouts=(layout,))
+    expected = go(llm, layout).generate(mixed_prompts(3), greedy(8, logprobs=2))
+    for a, b in zip(ours.generate(mixed_prompts(3), greedy(8, logprobs=2)), expected, strict=True):
         assert max_logprob_difference(a, b) <= TOLERANCE
         if smallest_gap([b]) > GAP:
             assert a.outputs[0].token_ids == b.outputs[0].token_ids
-
-
-def test_heads_keep_their_own_widths_where_nothing_is_exchanged(kernels: tuple[LLM, list[dict[str, Any]]]) -> None:
-    """In tp and dp; where heads or parts of histories meet elsewhere, queries cross as they meet latents."""
-    own = [options.get("w_uk") is not None for options in kernels[1]]
-    assert True in own and False in own
-    assert all((options["sequence"] is not None) == mine for options, mine in zip(kernels[1], own, strict=True))
+    local = make_layout(layout, {"rank": 4}).attends_locally
+    assert asked and all((options["sequence"] is not None, "w_uk" in options) == (local, local) for options in asked)
 
 
 def test_the_tiles_of_a_request_name_its_first():

@@ -129,6 +129,9 @@ def test_steps_with_attention_kernels_compile_in_every_layout(monkeypatch):
             assert "mla_decode" in text and "page_scatter" in text, str(key)
             assert ("mla_prefill" in text) == prompts, str(key)
             assert ("mla_prefill_expanded" in text) == (prompts and key.layout.attends_locally), str(key)
+            if str(key.layout) == "dop":  # packing is part of what joins the queries, or turns the outputs
+                unpacks = [x for x in text.splitlines() if " fusion(" in x and "/all_to_all" in x]
+                assert len(unpacks) <= 2 and " copy(" not in text, "more passes than a kernel would make."
 
 
 @pytest.mark.slow

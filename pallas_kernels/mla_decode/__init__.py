@@ -4,7 +4,7 @@ from pallas_kernels.mla_decode.api import IMPLEMENTATIONS, fits, mla_decode, ord
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, pack_fp8, unpack_fp8
 from pallas_kernels.mla_decode.hopper import HopperConfig
 from pallas_kernels.mla_decode.triton import TritonConfig
-from pallas_kernels.mla_decode.work import Work, most_items
+from pallas_kernels.mla_decode.work import Work
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -14,7 +14,6 @@ __all__ = [
     "fits",
     "fp8_row_bytes",
     "mla_decode",
-    "most_items",
     "order_of",
     "pack_fp8",
     "plan_decode",

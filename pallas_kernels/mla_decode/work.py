@@ -1,7 +1,7 @@
 """Split-KV: ragged histories cut into items of nearly equal length, so that few long ones fill a GPU too.
 
-Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. Sums
-over comparisons stand where a search or a running sum would be loops of launches.
+Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. In a
+program sums over comparisons stand where a search or a running sum would be loops of launches.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,16 @@ class Work:
     workers: int  # that it was balanced for
 
 
-def most_items(rows: int, workers: int) -> int:
-    """N of `split_work`."""
-    return WAVES * workers + rows
-
-
 def split_work(held: Any, *, block: int, workers: int, overhead: int) -> Work:
-    """Cut i32[B] histories of `held` tokens, in blocks of `block`, into at most `most_items` items. Of numpy: in numpy.
+    """Cut i32[B] histories of `held` tokens, in blocks of `block`, into at most WAVES * `workers` + B items.
+
+    Of a numpy array it is made in numpy.
 
     The longest item allowed is the one of WAVES candidates under which `workers` that take one item at a time would end
     first, where an item costs its blocks and `overhead` more (its start, and merging it).
     """
-    xp: Any = np if isinstance(held, np.ndarray) else jnp
+    on_host = isinstance(held, np.ndarray)
+    xp: Any = np if on_host else jnp
     blocks = -(-held // block)
     waves = xp.arange(1, WAVES + 1, dtype=xp.int32)
     longest_W = xp.maximum(1, -(-blocks.sum() // (waves * workers)))
@@ -47,11 +45,17 @@ def split_work(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     ends_W = -(-items_WB.sum(1) // workers) * (longest_W + overhead)
     items_B = items_WB[xp.argmin(ends_W)]
     rows = xp.arange(held.shape[0], dtype=xp.int32)
-    upto_B = xp.where(rows[None] <= rows[:, None], items_B[None], 0).sum(1, dtype=xp.int32)
+    if on_host:
+        upto_B = items_B.cumsum(dtype=np.int32)
+    else:
+        upto_B = jnp.where(rows[None] <= rows[:, None], items_B[None], 0).sum(1, dtype=jnp.int32)
     first = xp.concatenate([xp.zeros(1, xp.int32), upto_B])
 
-    item = xp.arange(most_items(held.shape[0], workers), dtype=xp.int32)
-    before = (first[None, 1:] <= item[:, None]).sum(1, dtype=xp.int32)  # rows whose items all come earlier
+    item = xp.arange(WAVES * workers + held.shape[0], dtype=xp.int32)
+    if on_host:
+        before = first[1:].searchsorted(item, "right")  # rows whose items all come earlier
+    else:
+        before = (first[None, 1:] <= item[:, None]).sum(1, dtype=jnp.int32)
     row = xp.minimum(before, held.shape[0] - 1)
     nth, of = item - first[row], items_B[row]
     exists = item < first[-1]

@@ -156,6 +156,9 @@ def test_work_is_every_block_once_and_is_even(held, how):
     workers, block, overhead = how
     work = split(jnp.asarray(held, jnp.int32), block=block, workers=workers, overhead=overhead)
     items, first = np.asarray(work.items), np.asarray(work.first)
+    of_numpy = split_work(np.asarray(held, np.int32), block=block, workers=workers, overhead=overhead)
+    assert isinstance(of_numpy.items, np.ndarray) and of_numpy.items.dtype == of_numpy.first.dtype == np.int32
+    assert (of_numpy.items == items).all() and (of_numpy.first == first).all()
     assert len(items) == WAVES * workers + len(held) and first[-1] <= len(items)
     blocks = [-(-n // block) for n in held]
     for row, count in enumerate(blocks):

@@ -14,7 +14,7 @@ from pallas_kernels.gqa_attention import gqa_attention
 from pallas_kernels.gqa_attention.account import account
 from pallas_kernels.tiles import TileConfig
 from splash_jax.preflight.kernels import compile_kernels
-from tuning.search import Point, entry, fitting, limits, told_of, waits_least
+from tuning.search import Point, entry, fitting, limits, told_of, waits_least, warps_of
 
 HEADS, GROUPS = 64, 8  # that the account is asked about
 DECODES, PROMPTS, KEYS = 64, 4, 8192  # sequences, and tokens of each
@@ -29,8 +29,8 @@ def points(chip: str) -> Iterator[Point]:
 def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:
     """Configurations without `workers`, which follow from what the compiler makes of them."""
     blocks = [block for block in (64, 128) if block <= heads] or [heads]
-    for block, tokens, warps, stages in product(blocks, (32, 64, 128), (4, 8), (2, 3)):
-        yield {"block_lines": block, "block_tokens": tokens, "warps": warps, "stages": stages}
+    for block, tokens, stages in product(blocks, (32, 64, 128), (2, 3)):
+        yield {"block_lines": block, "block_tokens": tokens, "warps": warps_of(block), "stages": stages}
 
 
 def compiled(chip: str, rows: str, heads: int, config: dict[str, int]) -> dict[str, KernelFacts]:

@@ -13,7 +13,7 @@ from pallas_kernels.compiled import KernelFacts
 from pallas_kernels.mla_prefill import ExpandedConfig, TileConfig, mla_prefill
 from pallas_kernels.mla_prefill.account import LINES, ROWS, Call, account
 from splash_jax.preflight.kernels import compile_kernels
-from tuning.search import Point, entry, fitting, limits, told_of, waits_least
+from tuning.search import Point, entry, fitting, limits, told_of, waits_least, warps_of
 
 WIDTH, LATENT, NOPE, VALUE = 576, 512, 128, 128  # of DeepSeek-V3's rows, and of its heads
 HEADS, TILE = 16, 32  # per rank, and rows of a tile of the absorbed form
@@ -32,8 +32,9 @@ def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:
     """Configurations without `workers`, which follow from what the compiler makes of them."""
     if backend == "expanded":
         blocks = sorted({min(heads, block) for block in (64, ROWS)})
-        for block, tokens, warps, stages in product(blocks, (32, 64, 128), (4, 8), (2, 3)):
-            yield {"block_rows": block, "block_tokens": tokens, "warps": warps, "stages": stages, "chunk_tokens": CHUNK}
+        for block, tokens, stages in product(blocks, (32, 64, 128), (2, 3)):
+            own = {"block_rows": block, "block_tokens": tokens, "warps": warps_of(block), "stages": stages}
+            yield own | {"chunk_tokens": CHUNK}
         return
     for block, tokens, warps, stages in product((32, 64), (16, 32, 64), (4, 8), (2, 3)):
         yield {"block_lines": block, "block_tokens": tokens, "warps": warps, "stages": stages}

@@ -56,6 +56,11 @@ def waits_least(entry: Entry, lines: int, tokens: int) -> tuple[float, ...]:
     return lines * tokens * entry["evidence"]["blocks_per_sm"], lines, config["stages"], -config.get("warps", 0)
 
 
+def warps_of(lines: int) -> int:
+    """A warpgroup of four for every 64 lines, which is what one takes of a product, and at least one."""
+    return 4 * max(1, lines // 64)
+
+
 def table_of(op: str) -> Path:
     """Where an op's entries are written."""
     return TABLES / op / "tuning.json"

@@ -28,9 +28,8 @@ def points(chip: str) -> Iterator[Point]:
 
 def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:
     """Configurations without `workers`, which follow from what the compiler makes of them."""
-    blocks = [block for block in (64, 128) if block <= heads] or [heads]
-    for block, tokens, stages in product(blocks, (32, 64, 128), (2, 3)):
-        yield {"block_lines": block, "block_tokens": tokens, "warps": warps_of(block), "stages": stages}
+    for tokens, stages in product((64, 128), (2, 3)):
+        yield {"block_lines": heads, "block_tokens": tokens, "warps": warps_of(heads), "stages": stages}
 
 
 def compiled(chip: str, rows: str, heads: int, config: dict[str, int]) -> dict[str, KernelFacts]:

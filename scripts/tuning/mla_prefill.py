@@ -31,9 +31,8 @@ def points(chip: str) -> Iterator[Point]:
 def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:
     """Configurations without `workers`, which follow from what the compiler makes of them."""
     if backend == "expanded":
-        blocks = sorted({min(heads, block) for block in (64, ROWS)})
-        for block, tokens, stages in product(blocks, (32, 64, 128), (2, 3)):
-            own = {"block_rows": block, "block_tokens": tokens, "warps": warps_of(block), "stages": stages}
+        for tokens, stages in product((64, 128), (2, 3)):
+            own = {"block_rows": heads, "block_tokens": tokens, "warps": warps_of(heads), "stages": stages}
             yield own | {"chunk_tokens": CHUNK}
         return
     for block, tokens, warps, stages in product((32, 64), (16, 32, 64), (4, 8), (2, 3)):

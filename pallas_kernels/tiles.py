@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.mla_decode.triton import merge
+from pallas_kernels.mla_decode.triton import Part, merge, scaled
 from pallas_kernels.mla_decode.work import WAVES, Work, split_work
 
 LOG2E = math.log2(math.e)
 FLOOR = -1e30  # below every logit, so that a line that sees nothing keeps a finite maximum
-
-
-class Part(NamedTuple):
-    """Some columns of a block of keys or values. Scales are applied to logits and probabilities, which are fewer."""
-
-    rows_LC: jax.Array
-    scale_L: jax.Array | None = None
 
 
 Parts = list[Part]
@@ -203,8 +196,3 @@ def online_softmax(
     safe = jnp.where(some, total, 1.0)
     lse = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
     return [acc * (1.0 / safe)[:, None] for acc in accs], lse
-
-
-def scaled(x_ML: jax.Array, scale_L: jax.Array | None) -> jax.Array:
-    """Columns times their scales, if they have any."""
-    return x_ML if scale_L is None else x_ML * scale_L[None]

@@ -6,9 +6,10 @@ size will do), and keeps the next blocks in flight while it computes. Items of o
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,13 @@ from pallas_kernels.mla_decode.work import Work, split_work
 LOG2E = math.log2(math.e)
 
 Found = tuple[jax.Array, jax.Array, jax.Array]  # page, slot, and whether the token counts
+
+
+class Part(NamedTuple):
+    """Some columns of a block of keys or values. Scales are applied to logits and probabilities, which are fewer."""
+
+    rows_LC: jax.Array
+    scale_L: jax.Array | None = None
 
 
 @final
@@ -149,37 +157,48 @@ def _item_kernel(
     at = jnp.maximum(row, 0)
     length = held[at]
     tokens = lax.broadcasted_iota(jnp.int32, (L,), 0)
-    read = _fp8_rows if len(pools) == 3 else _plain_rows
-    q_V = pltriton.load(q.at[at, heads, pl.ds(0, value_width)])
-    q_R = pltriton.load(q.at[at, heads, pl.ds(value_width, rotary)])
+    fp8 = len(pools) == 3
+    read, widths = (_fp8_rows, (GROUP,) * (value_width // GROUP)) if fp8 else (_plain_rows, (value_width,))
+    parts = [pl.ds(sum(widths[:i]), width) for i, width in enumerate((*widths, rotary))]
+    queries = [pltriton.load(q.at[at, heads, columns]) for columns in parts]
 
     def block(i: jax.Array, carry: Any) -> Any:
-        top, total, acc = carry
+        top, total, accs = carry
         token = i * L + tokens
         page, slot, mine = find(table, at, token, token < length)
-        k_V, k_R = read(pools, page, slot, mine, value_width, rotary)
-        logits = pltriton.dot(q_V, k_V.T) + pltriton.dot(q_R, k_R.T)
+        rows = read(pools, page, slot, mine, value_width, rotary)
+        scored = (scaled(pltriton.dot(q_NC, k.rows_LC.T), k.scale_L) for q_NC, k in zip(queries, rows, strict=True))
+        logits = functools.reduce(operator.add, scored)
         logits = jnp.where(mine[None], logits * LOG2E, -jnp.inf)
         new_top = jnp.maximum(top, logits.max(1))
         p = jnp.exp2(logits - new_top[:, None])
         scale = jnp.exp2(top - new_top)
-        acc = acc * scale[:, None] + pltriton.dot(p.astype(k_V.dtype), k_V)
-        return new_top, total * scale + p.sum(1), acc
+        accs = [
+            acc * scale[:, None] + pltriton.dot(scaled(p, k.scale_L).astype(k.rows_LC.dtype), k.rows_LC)
+            for acc, k in zip(accs, rows, strict=False)
+        ]
+        return new_top, total * scale + p.sum(1), accs
 
     # Of an item without a token the floor stays the maximum: its total is 0, and a weight below the floor is too.
     zero = jnp.zeros((N,), jnp.float32)
-    start = (jnp.full_like(zero, -1e30), zero, jnp.zeros((N, value_width), jnp.float32))
-    top, total, acc = lax.fori_loop(begin, end, block, start)
+    start = (jnp.full_like(zero, -1e30), zero, [jnp.zeros((N, width), jnp.float32) for width in widths])
+    top, total, accs = lax.fori_loop(begin, end, block, start)
     some = total != 0  # a NaN is no empty row: it stays a NaN, so that damage shows
     safe = jnp.where(some, total, 1.0)
     item_lse = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
 
     def store(to: Any, to_lse: Any, place: jax.Array) -> None:
-        pltriton.store(to.at[place, heads, pl.ds(0, value_width)], acc * (1.0 / safe)[:, None])
+        for columns, acc in zip(parts, accs, strict=False):
+            pltriton.store(to.at[place, heads, columns], acc * (1.0 / safe)[:, None])
         pltriton.store(to_lse.at[place, heads], item_lse)
 
     pl.when((row >= 0) & (alone == 1))(lambda: store(out, lse, at))
     pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
+
+
+def scaled(x_ML: jax.Array, scale_L: jax.Array | None) -> jax.Array:
+    """Columns times their scales, if they have any."""
+    return x_ML if scale_L is None else x_ML * scale_L[None]
 
 
 def load_rows(pool: Any, page: jax.Array, slot: jax.Array, mask: jax.Array, first: int, width: int) -> jax.Array:
@@ -195,22 +214,22 @@ def load_rows(pool: Any, page: jax.Array, slot: jax.Array, mask: jax.Array, firs
 
 def _plain_rows(
     pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
-) -> tuple[jax.Array, jax.Array]:
+) -> list[Part]:
     (pool,) = pools
-    return load_rows(pool, page, slot, mask, 0, latent), load_rows(pool, page, slot, mask, latent, rotary)
+    return [Part(load_rows(pool, page, slot, mask, first, width)) for first, width in ((0, latent), (latent, rotary))]
 
 
 def _fp8_rows(
     pools: list[Any], page: jax.Array, slot: jax.Array, mask: jax.Array, latent: int, rotary: int
-) -> tuple[jax.Array, jax.Array]:
-    """In BF16; the product with the scale is rounded once."""
+) -> list[Part]:
+    """Every group of columns as it is, which BF16 holds exactly, beside its scale."""
     values, scales, rope = pools
-    groups, L = latent // GROUP, page.shape[0]
-    scale_LG = load_rows(scales, page, slot, mask, latent // 4, groups)
-    k_LV = load_rows(values, page, slot, mask, 0, latent).astype(jnp.float32)
-    k_LGg = k_LV.reshape(L, groups, GROUP) * lax.broadcast_in_dim(scale_LG, (L, groups, GROUP), (0, 1))
-    k_R = load_rows(rope, page, slot, mask, (latent + 4 * groups) // 2, rotary)
-    return k_LGg.astype(jnp.bfloat16).reshape(L, latent), k_R
+    groups = latent // GROUP
+    parts = []
+    for group in range(groups):
+        scale_L = load_rows(scales, page, slot, mask, latent // 4 + group, 1).reshape(-1)
+        parts.append(Part(load_rows(values, page, slot, mask, group * GROUP, GROUP).astype(jnp.bfloat16), scale_L))
+    return [*parts, Part(load_rows(rope, page, slot, mask, (latent + 4 * groups) // 2, rotary))]
 
 
 def merge(work: Work, items: list[jax.Array], interpret: bool, name: str) -> tuple[jax.Array, jax.Array]:

@@ -85,8 +85,13 @@ def reference(
 
 
 # Largest error at the 50%, 99% and 100% quantile of all outputs, relative to 1 + |value|. BF16 rounds probabilities to
-# 2^-9; of FP8 rows the scaled value is rounded too, which moves a logit of 15 by 0.03.
-TOLERANCE = {"float32": (2e-7, 4e-6, 1e-5), "bfloat16": (1e-4, 3e-3, 6e-3), "fp8": (1.5e-3, 2e-2, 7e-2)}
+# 2^-9; where FP8 rows are scaled before a product, that rounds them too and moves a logit of 15 by 0.03.
+TOLERANCE = {
+    "float32": (2e-7, 4e-6, 1e-5),
+    "bfloat16": (1e-4, 3e-3, 6e-3),
+    "fp8": (1.5e-3, 2e-2, 7e-2),
+    "fp8, unscaled": (8e-4, 5e-3, 1.2e-2),
+}
 
 
 def within(got: Any, want: tuple[np.ndarray, np.ndarray], kind: str) -> bool:

@@ -87,7 +87,7 @@ def _by_a_kernel(
     target = target_chip(chip)
     if target is None:
         return kernels.mla_decode(q, pool, pages, seen, value_width=value_width, backend="ref")
-    for backend in kernels.order_of(target, q.shape[1])[:-1]:
+    for backend in kernels.order_of(target, q.shape[1], fp8=is_fp8(pool))[:-1]:
         with suppress(NotImplementedError):
             known = work and kernels.fits(work, heads=q.shape[1], fp8=is_fp8(pool), backend=backend, chip=target)
             return kernels.mla_decode(

@@ -24,8 +24,8 @@ def points(chip: str) -> Iterator[Point]:
     for rows, heads in product(("plain", "fp8"), (16, 32, 64, 128)):
         yield Point("triton", rows, heads)
     if CHIPS[chip].capability == (9, 0):
-        for heads in (64, 128):
-            yield Point("hopper", "plain", heads)
+        for rows, heads in product(("plain", "fp8"), (64, 128)):
+            yield Point("hopper", rows, heads)
 
 
 def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:
@@ -54,8 +54,10 @@ def entry_of(chip: str, backend: str, rows: str, heads: int, config: dict[str, i
     kernels = fitting(partial(compiled, chip, backend, rows, heads, config))
     if kernels is None:
         return None
-    facts = kernels["mla_decode_hopper" if backend == "hopper" else "mla_decode_items"]
-    smem = HopperConfig(workers=1, **config).smem_bytes(WIDTH) if backend == "hopper" else facts.smem
+    fp8 = rows == "fp8"
+    hopper = "mla_decode_hopper_fp8" if fp8 else "mla_decode_hopper"
+    facts = kernels[hopper if backend == "hopper" else "mla_decode_items"]
+    smem = HopperConfig(workers=1, **config).smem_bytes(WIDTH, fp8=fp8) if backend == "hopper" else facts.smem
     told = told_of(chip, facts, smem)
     if told is None:
         return None

@@ -1,0 +1,367 @@
+"""Split-KV decode in Mosaic GPU for sm_100a: tcgen05 products into tensor memory, fed by TMA, one warpgroup a task.
+
+A program meets 128 heads with 64 tokens at a time and keeps half of the latent's columns of the output: 128 x 512
+float32 numbers would be all of tensor memory. The other half is the program's beside it, and both make all the logits,
+which is 53 % more tensor-core work than a pair that shared them. Two programs that issue one product together
+(`cta_group::2`) could share: no interpreter runs that, so it could not be proven here.
+
+Tensor memory's 512 columns are 256 of output, 64 of logits, 32 of probabilities, and 160 that hold 320 of the queries'
+576 columns. What is there needs no shared memory and is not read from it by every product: the 64 KiB of queries that
+stay leave room for three blocks of kept columns, which live until their values are taken, and eight tiles of
+64 x 64 for the columns that only logits need, which go as soon as a product has read them.
+
+Three warpgroups: one copies, one issues products, one takes the softmax. The products of block i + 1's logits are
+issued before those of block i's values, so that the softmax of a block runs beside the logits of the next. The output
+is rescaled only where a row's maximum rises by more than `RISE`.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla_decode import triton
+from pallas_kernels.mla_decode.formats import is_fp8
+from pallas_kernels.mla_decode.work import Work, split_work
+
+LOG2E = math.log2(math.e)
+HEADS = 128  # of a program: the lanes of tensor memory
+TOKENS = 64  # of a block
+COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds, and of a tile
+HALVES = 2  # of the latent's columns, one a program
+RISE = 8.0  # base 2: probabilities stay below 2^8, which BF16 holds as well as 1
+TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
+COPY, MULTIPLY, SOFTMAX = range(3)  # warpgroups
+INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlackwellConfig:
+    """One point of the tuning space."""
+
+    stages: int  # blocks of kept columns in shared memory
+    tiles: int  # of 64 tokens and 64 columns, for the columns that only logits need
+    workers: int  # pairs of programs, one item's, that the chip holds at once
+    overhead: int = 4  # what an item costs beside its blocks, in blocks
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return TOKENS
+
+    def smem_bytes(self, value_width: int) -> int:
+        """Shared memory of one program; barriers left out."""
+        kept = value_width // HALVES
+        return 2 * kept * (HEADS + self.stages * TOKENS) + 2 * self.tiles * TOKENS * COLUMNS + 4 * HEADS
+
+    def plan(self, held: jax.Array) -> Work:
+        """See `TritonConfig.plan`."""
+        return split_work(held, block=TOKENS, workers=self.workers, overhead=self.overhead)
+
+
+def decode(
+    q: jax.Array,
+    pool: jax.Array,
+    pages: jax.Array,
+    held: jax.Array,
+    *,
+    value_width: int,
+    config: BlackwellConfig,
+    work: Work | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.mla_decode`. Refuses what tcgen05, tensor memory and TMA cannot take, and interpreting before JAX 0.11."""
+    heads, columns = q.shape[1:]
+    page_size, rotary = pool.shape[1], columns - value_width
+    if is_fp8(pool) or pool.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the Blackwell kernel reads BF16 rows, not {'FP8' if is_fp8(pool) else pool.dtype}.")
+    if value_width % (HALVES * COLUMNS) or value_width > 512 or rotary % COLUMNS:
+        raise NotImplementedError(
+            f"tcgen05 takes swizzled rows: a latent width in steps of {HALVES * COLUMNS} up to 512, a rotary width in "
+            f"steps of {COLUMNS}, not {value_width} and {rotary}."
+        )
+    if tmem_columns(value_width, rotary) > TMEM_COLUMNS:
+        raise NotImplementedError(
+            f"a latent width of {value_width} and a rotary width of {rotary} take "
+            f"{tmem_columns(value_width, rotary)} columns of tensor memory, which has {TMEM_COLUMNS}: Triton takes them."
+        )
+    if page_size % TOKENS and (TOKENS % page_size or page_size % 8):
+        raise NotImplementedError(
+            f"TMA copies blocks of {TOKENS} tokens: pages of 8, 16, 32 or multiples of {TOKENS}, not {page_size}."
+        )
+    if interpret and not hasattr(plgpu, INTERPRETER):
+        raise NotImplementedError(
+            f"Mosaic GPU's interpret mode needs JAX 0.11 or newer, and this is {jax.__version__}."
+        )
+    padded = -(-heads // HEADS) * HEADS
+    q = jnp.pad(q.astype(pool.dtype), ((0, 0), (0, padded - heads), (0, 0)))
+    work = config.plan(held) if work is None else work
+    items = _items(work, pages, held, q, pool, value_width=value_width, config=config, interpret=interpret)
+    out, lse = triton.merge(work, items, interpret, "mla_decode")
+    return out[:, :heads], lse[:, :heads]
+
+
+def tmem_columns(value_width: int, rotary: int) -> int:
+    """Columns of tensor memory that a program uses: output, logits, probabilities, and queries of `_kernel`'s tiles."""
+    kept = value_width // HALVES
+    return kept + TOKENS + TOKENS // 2 + (kept + rotary) // 2
+
+
+def _items(
+    work: Work,
+    pages: jax.Array,
+    held: jax.Array,
+    q: jax.Array,
+    pool: jax.Array,
+    *,
+    value_width: int,
+    config: BlackwellConfig,
+    interpret: bool,
+) -> list[jax.Array]:
+    """What `triton.merge` takes: outputs of rows that are one item, and parts of the others."""
+    rows, heads, columns = q.shape
+    count = work.items.shape[0]
+    kept, rotary = value_width // HALVES, columns - value_width
+    tiled: Any = {"transforms": (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))}
+    copies = max(1, TOKENS // pool.shape[1])  # of every part of a block
+    made = functools.partial(plgpu.Barrier, orders_tensor_core=True)
+    shapes = [(rows, heads, value_width), (rows, heads), (count, heads, value_width), (count, heads)]
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, page_size=pool.shape[1], value_width=value_width),
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        grid=(count, heads // HEADS * HALVES),  # the last axis runs first: an item's programs share its rows in L2
+        grid_names=("item", "part"),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types={
+            "q_kept": plgpu.SMEM((HEADS, kept), pool.dtype, **tiled),
+            "kept": plgpu.SMEM((config.stages, TOKENS, kept), pool.dtype, **tiled),
+            "tiles": plgpu.SMEM((config.tiles, TOKENS, COLUMNS), pool.dtype, **tiled),
+            "lse_smem": plgpu.SMEM((HEADS,), jnp.float32),
+            "q_tiles": plgpu.TMEM((HEADS, kept + rotary), pool.dtype, packed=True),
+            "logits": plgpu.TMEM((HEADS, TOKENS), jnp.float32),
+            "chances": plgpu.TMEM((HEADS, TOKENS), pool.dtype, packed=True),
+            "acc": plgpu.TMEM((HEADS, kept), jnp.float32),
+            "q_copied": plgpu.Barrier(num_arrivals=1),
+            "q_stored": made(num_arrivals=1),
+            "kept_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            "kept_done": made(num_arrivals=1, num_barriers=config.stages),
+            "tile_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.tiles),
+            "tile_done": made(num_arrivals=1, num_barriers=config.tiles),
+            "logits_made": made(num_arrivals=1),
+            "logits_read": made(num_arrivals=1),
+            "chances_made": made(num_arrivals=1),
+            "values_added": made(num_arrivals=1),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=getattr(plgpu, INTERPRETER)() if interpret else None,
+        kernel_name="mla_decode_blackwell",
+    )
+    return list(kernel(work.items, pages, held, q, pool))
+
+
+def _kernel(
+    items: Any, pages: Any, held: Any, q: Any, pool: Any, out: Any, out_lse: Any, part: Any, part_lse: Any,
+    *, page_size: int, value_width: int, **scratch: Any,
+) -> None:  # fmt: skip
+    item, wg = lax.axis_index("item"), lax.axis_index("wg")
+    half = lax.rem(lax.axis_index("part"), HALVES)
+    heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
+    row, begin, end, alone = (items[item, i] for i in range(4))
+    at = jnp.maximum(row, 0)
+    length = held[at]
+    kept = value_width // HALVES
+    own = pl.ds(half * kept, kept)
+    # The other half's columns and the rotary ones, in tiles.
+    firsts = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
+    firsts += range(value_width, q.shape[2], COLUMNS)
+
+    @pl.when(wg == COPY)
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        plgpu.copy_gmem_to_smem(q.at[at, heads, own], scratch["q_kept"], scratch["q_copied"])
+        _copy(pages, pool, at, begin, end, length, own, firsts, page_size=page_size, **scratch)
+
+    @pl.when(wg == MULTIPLY)
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        _multiply(end - begin, len(firsts), **scratch)
+
+    @pl.when(wg == SOFTMAX)
+    def _() -> None:
+        plgpu.set_max_registers(240, action="increase")
+        for i, first in enumerate(firsts):
+            mine = plgpu.load(q.at[at, heads, pl.ds(first, COLUMNS)], layout=plgpu.Layout.TCGEN05, optimized=False)
+            plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(scratch["q_stored"])
+        top, total = _softmax(begin, end, length, **scratch)
+        some = total != 0
+        safe = jnp.where(some, total, jnp.ones_like(total))
+        lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
+
+        def store(to: Any, to_lse: Any, place: jax.Array) -> None:
+            for first in range(0, kept, COLUMNS):
+                sums = plgpu.async_load_tmem(scratch["acc"].at[:, pl.ds(first, COLUMNS)])
+                mean = sums * lax.broadcast_in_dim(1.0 / safe, sums.shape, [0])
+                # Of an item without a token the accumulator was never written.
+                mean = jnp.where(lax.broadcast_in_dim(some, sums.shape, [0]), mean, jnp.zeros_like(mean))
+                to[place, heads, pl.ds(half * kept + first, COLUMNS)] = mean
+
+            @pl.when(half == 0)
+            def _() -> None:
+                scratch["lse_smem"][...] = lse
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(scratch["lse_smem"], to_lse.at[place, heads])
+                plgpu.wait_smem_to_gmem(0)
+
+        pl.when((row >= 0) & (alone == 1))(lambda: store(out, out_lse, at))
+        pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
+
+
+def _copy(
+    pages: Any, pool: Any, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, own: Any,
+    firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any,
+    tile_done: Any, **_: Any,
+) -> None:  # fmt: skip
+    """Blocks begin to end, in the order in which `_multiply` reads them."""
+    together = min(page_size, TOKENS)  # tokens that one copy takes
+
+    @pl.loop(begin, end)
+    def _block(block: jax.Array) -> None:
+        places = []
+        for first in range(0, TOKENS, together):
+            token = jnp.minimum(block * TOKENS + first, length - 1)  # a page without tokens is never read
+            page, inside = pages[at, lax.div(token, page_size)], lax.rem(block * TOKENS + first, page_size)
+            tokens = pl.ds(inside if page_size > together else 0, together)
+            places.append((page, tokens, pl.ds(first, together)))
+
+        def fetch(nth: jax.Array, columns: Any, to: Any, here: Any, done: Any) -> None:
+            slot = lax.rem(nth, to.shape[0])
+
+            @pl.when(nth >= to.shape[0])
+            def _() -> None:
+                plgpu.barrier_wait(done.at[slot])
+
+            for page, tokens, rows in places:
+                plgpu.copy_gmem_to_smem(pool.at[page, tokens, columns], to.at[slot, rows], here.at[slot])
+
+        nth = block - begin
+        fetch(nth, own, kept, kept_here, kept_done)
+        for i, first in enumerate(firsts):
+            fetch(nth * len(firsts) + i, pl.ds(first, COLUMNS), tiles, tile_here, tile_done)
+
+
+def _multiply(
+    blocks: jax.Array, count: int, *, q_kept: Any, q_tiles: Any, q_copied: Any, q_stored: Any, kept: Any,
+    kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any, logits_made: Any,
+    logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+) -> None:  # fmt: skip
+    """Logits of block 0; then those of block i + 1 and the values of block i; then the last values.
+
+    Args:
+      count: tiles of a block.
+    """
+    plgpu.barrier_wait(q_copied)
+    plgpu.barrier_wait(q_stored)
+
+    def make_logits(i: jax.Array) -> None:
+        slot = lax.rem(i, kept.shape[0])
+        plgpu.barrier_wait(kept_here.at[slot])
+
+        @pl.when(i > 0)
+        def _() -> None:
+            plgpu.barrier_wait(logits_read)
+
+        plgpu.tcgen05_mma(logits, q_kept, kept.at[slot].transpose((1, 0)), accumulate=False)
+        for j in range(count):
+            tile = lax.rem(i * count + j, tiles.shape[0])
+            plgpu.barrier_wait(tile_here.at[tile])
+            mine = q_tiles.at[:, pl.ds(j * COLUMNS, COLUMNS)]
+            plgpu.tcgen05_mma(logits, mine, tiles.at[tile].transpose((1, 0)), tile_done.at[tile])
+        plgpu.tcgen05_commit_arrive(logits_made)
+
+    def add_values(i: jax.Array) -> None:
+        slot = lax.rem(i, kept.shape[0])
+        plgpu.barrier_wait(chances_made)
+        plgpu.tcgen05_mma(acc, chances, kept.at[slot], kept_done.at[slot], accumulate=i > 0)
+        plgpu.tcgen05_commit_arrive(values_added)
+
+    @pl.loop(0, blocks)
+    def _block(i: jax.Array) -> None:
+        make_logits(i)
+        pl.when(i > 0)(lambda: add_values(i - 1))
+
+    pl.when(blocks > 0)(lambda: add_values(blocks - 1))
+
+
+def _softmax(
+    begin: jax.Array, end: jax.Array, length: jax.Array, *, kept: Any, kept_here: Any, logits: Any, logits_made: Any,
+    logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Probabilities of every block, and the accumulator rescaled. Returns what the accumulator is relative to, base 2,
+    and the sum of the probabilities, f32[HEADS] each; all values are added when it returns.
+    """
+    width = kept.shape[2]
+
+    def block(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        top, total = carry
+        slot, left = lax.rem(i - begin, kept.shape[0]), length - i * TOKENS
+        plgpu.barrier_wait(logits_made)
+        x = plgpu.async_load_tmem(logits) * LOG2E
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(logits_read)
+        token = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.TCGEN05)
+        x = jnp.where(token < left, x, -jnp.inf)
+        highest = x.max(axis=1)
+        new_top = jnp.where(highest > top + RISE, highest, top)
+        scale = jnp.exp2(top - new_top)
+        rise = (new_top - top).max()
+        p = jnp.exp2(x - lax.broadcast_in_dim(new_top, x.shape, [0]))
+        total = total * scale + p.sum(axis=1)
+        plgpu.barrier_wait(kept_here.at[slot])
+
+        @pl.when(left < TOKENS)
+        def _() -> None:  # beyond the last token there may be NaN, and 0 times NaN is one
+            which = plgpu.broadcasted_iota(jnp.int32, (TOKENS, COLUMNS), 0, layout=plgpu.Layout.WGMMA)
+            for first in range(0, width, COLUMNS):
+                own = kept.at[slot, :, pl.ds(first, COLUMNS)]
+                values = own[...]
+                own[...] = jnp.where(which < left, values, jnp.zeros_like(values))
+            plgpu.commit_smem()
+
+        @pl.when(i > begin)
+        def _() -> None:
+            plgpu.barrier_wait(values_added)
+
+        plgpu.async_store_tmem(chances, p.astype(chances.dtype))
+
+        @pl.when((i > begin) & (rise > 0))
+        def _() -> None:
+            for first in range(0, width, COLUMNS):
+                mine = acc.at[:, pl.ds(first, COLUMNS)]
+                sums = plgpu.async_load_tmem(mine)
+                plgpu.wait_load_tmem()
+                plgpu.async_store_tmem(mine, sums * lax.broadcast_in_dim(scale, sums.shape, [0]))
+
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(chances_made)
+        return new_top, total
+
+    laid = plgpu.Layout.TCGEN05.reduce(1)
+    top = plgpu.layout_cast(jnp.full((HEADS,), -1e30, jnp.float32), laid)
+    total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), laid)
+    top, total = lax.fori_loop(begin, end, block, (top, total))
+
+    @pl.when(end > begin)
+    def _() -> None:
+        plgpu.barrier_wait(values_added)
+
+    return top, total

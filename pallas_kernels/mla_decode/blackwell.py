@@ -38,6 +38,7 @@ HALVES = 2  # of the latent's columns, one a program
 RISE = 8.0  # base 2: probabilities stay below 2^8, which BF16 holds as well as 1
 TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
 COPY, MULTIPLY, SOFTMAX = range(3)  # warpgroups
+SCRATCH = 1024  # bytes of shared memory, for a maximum over warps
 INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
 
 
@@ -153,6 +154,7 @@ def _items(
             "q_stored": made(num_arrivals=1),
             "kept_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             "kept_done": made(num_arrivals=1, num_barriers=config.stages),
+            "last_here": plgpu.Barrier(num_arrivals=1),
             "tile_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.tiles),
             "tile_done": made(num_arrivals=1, num_barriers=config.tiles),
             "logits_made": made(num_arrivals=1),
@@ -160,7 +162,7 @@ def _items(
             "chances_made": made(num_arrivals=1),
             "values_added": made(num_arrivals=1),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
         interpret=getattr(plgpu, INTERPRETER)() if interpret else None,
         kernel_name="mla_decode_blackwell",
     )
@@ -174,10 +176,13 @@ def _kernel(
     item, wg = lax.axis_index("item"), lax.axis_index("wg")
     half = lax.rem(lax.axis_index("part"), HALVES)
     heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
-    row, begin, end, alone = (items[item, i] for i in range(4))
-    at = jnp.maximum(row, 0)
-    length = held[at]
     kept = value_width // HALVES
+
+    def task() -> tuple[jax.Array, ...]:  # read by every warpgroup for itself: what all share, the compiler spills
+        row, begin, end, alone = (items[item, i] for i in range(4))
+        at = jnp.maximum(row, 0)
+        return row, begin, end, alone, at, held[at]
+
     own = pl.ds(half * kept, kept)
     # The other half's columns and the rotary ones, in tiles.
     firsts = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
@@ -185,24 +190,28 @@ def _kernel(
 
     @pl.when(wg == COPY)
     def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(96, action="decrease")
+        _, begin, end, _, at, length = task()
         plgpu.copy_gmem_to_smem(q.at[at, heads, own], scratch["q_kept"], scratch["q_copied"])
         _copy(pages, pool, at, begin, end, length, own, firsts, page_size=page_size, **scratch)
 
     @pl.when(wg == MULTIPLY)
     def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(96, action="decrease")
+        _, begin, end, *_ = task()
         _multiply(end - begin, len(firsts), **scratch)
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
         plgpu.set_max_registers(240, action="increase")
+        _, begin, end, _, at, length = task()
         for i, first in enumerate(firsts):
             mine = plgpu.load(q.at[at, heads, pl.ds(first, COLUMNS)], layout=plgpu.Layout.TCGEN05, optimized=False)
             plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
         plgpu.commit_tmem()
         plgpu.barrier_arrive(scratch["q_stored"])
         top, total = _softmax(begin, end, length, **scratch)
+        row, _, _, alone, at, _ = task()
         some = total != 0
         safe = jnp.where(some, total, jnp.ones_like(total))
         lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
@@ -261,7 +270,7 @@ def _copy(
 
 def _multiply(
     blocks: jax.Array, count: int, *, q_kept: Any, q_tiles: Any, q_copied: Any, q_stored: Any, kept: Any,
-    kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any, logits_made: Any,
+    kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any, logits_made: Any,
     logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Logits of block 0; then those of block i + 1 and the values of block i; then the last values.
@@ -275,6 +284,7 @@ def _multiply(
     def make_logits(i: jax.Array) -> None:
         slot = lax.rem(i, kept.shape[0])
         plgpu.barrier_wait(kept_here.at[slot])
+        pl.when(i == blocks - 1)(lambda: plgpu.barrier_arrive(last_here))
 
         @pl.when(i > 0)
         def _() -> None:
@@ -303,7 +313,7 @@ def _multiply(
 
 
 def _softmax(
-    begin: jax.Array, end: jax.Array, length: jax.Array, *, kept: Any, kept_here: Any, logits: Any, logits_made: Any,
+    begin: jax.Array, end: jax.Array, length: jax.Array, *, kept: Any, last_here: Any, logits: Any, logits_made: Any,
     logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Probabilities of every block, and the accumulator rescaled. Returns what the accumulator is relative to, base 2,
@@ -326,10 +336,10 @@ def _softmax(
         rise = (new_top - top).max()
         p = jnp.exp2(x - lax.broadcast_in_dim(new_top, x.shape, [0]))
         total = total * scale + p.sum(axis=1)
-        plgpu.barrier_wait(kept_here.at[slot])
 
         @pl.when(left < TOKENS)
         def _() -> None:  # beyond the last token there may be NaN, and 0 times NaN is one
+            plgpu.barrier_wait(last_here)
             which = plgpu.broadcasted_iota(jnp.int32, (TOKENS, COLUMNS), 0, layout=plgpu.Layout.WGMMA)
             for first in range(0, width, COLUMNS):
                 own = kept.at[slot, :, pl.ds(first, COLUMNS)]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.compiled import KernelFacts, ptxas_version
-from pallas_kernels.mla_decode import HopperConfig, TritonConfig, mla_decode
+from pallas_kernels.mla_decode import BlackwellConfig, HopperConfig, TritonConfig, mla_decode
 from pallas_kernels.mla_decode.account import account
 from pallas_kernels.tuning import entry_for, table
 from splash_jax.cost import load_hardware
@@ -32,6 +32,7 @@ OP = "mla_decode"
 TABLE = Path(__file__).resolve().parent.parent / "pallas_kernels" / OP / "tuning.json"
 LENGTHS = [4096] * 64  # tokens of each row that the account is asked about
 CLOSE = 1.1  # accounts leave barriers and latencies out
+MOSAIC: dict[str, Any] = {"blackwell": BlackwellConfig, "hopper": HopperConfig}
 WIDTH, LATENT = 576, 512  # of DeepSeek-V3's rows
 MMA = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 
@@ -40,6 +41,9 @@ def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:
     """Configurations without `workers`, which follow from what the compiler makes of them."""
     if backend == "hopper":
         yield {"stages": 2}
+        return
+    if backend == "blackwell":  # its order of products keeps three blocks; tiles take the shared memory that is left
+        yield {"stages": 3, "tiles": 8}
         return
     blocks = sorted({min(heads, block) for block in (32, 64)})
     for block, tokens, warps, stages in product(blocks, (16, 32, 64), (4, 8), (2, 3)):
@@ -52,7 +56,7 @@ def compiled(chip: str, backend: str, rows: str, heads: int, config: dict[str, i
     pool = jax.ShapeDtypeStruct((1000, 64, 656 if fp8 else WIDTH), jnp.uint8 if fp8 else jnp.bfloat16)
     q = jax.ShapeDtypeStruct((8, heads, WIDTH), jnp.bfloat16)
     pages, held = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    made: Any = {"hopper": HopperConfig, "triton": TritonConfig}[backend](workers=CHIPS[chip].sms, **config)
+    made: Any = MOSAIC.get(backend, TritonConfig)(workers=CHIPS[chip].sms, **config)
     decode = partial(mla_decode, value_width=LATENT, backend=backend, chip=chip, config=made)
     return compile_kernels(chip, decode, q, pool, pages, held)
 
@@ -65,13 +69,16 @@ def entry_of(chip: str, backend: str, rows: str, heads: int, config: dict[str, i
         if "Shared memory size limit exceeded" not in str(error):
             raise
         return None
-    facts = kernels["mla_decode_hopper" if backend == "hopper" else "mla_decode_items"]
-    smem = HopperConfig(workers=1, **config).smem_bytes(WIDTH) if backend == "hopper" else facts.smem
+    facts = kernels[f"mla_decode_{backend}" if backend in MOSAIC else "mla_decode_items"]
+    width = LATENT if backend == "blackwell" else WIDTH
+    smem = MOSAIC[backend](workers=1, **config).smem_bytes(width) if backend in MOSAIC else facts.smem
     assert smem is not None
     resident = CHIPS[chip].blocks_resident(registers=facts.registers, smem=smem, threads=facts.threads)
     if not resident:
         return None
     head_blocks = max(1, heads // config.get("block_heads", 64))
+    if backend == "blackwell":
+        head_blocks = 2 * -(-heads // 128)  # halves of the latent's columns
     return {
         "backend": backend,
         "rows": rows,
@@ -135,7 +142,7 @@ def main(arguments: list[str]) -> int:
     """Search, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=sorted(table(OP)), required=True)
-    parser.add_argument("--backend", choices=("hopper", "triton"), default="triton")
+    parser.add_argument("--backend", choices=("blackwell", "hopper", "triton"), default="triton")
     parser.add_argument("--rows", choices=("plain", "fp8"), nargs="+", default=["plain", "fp8"])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--keep", action="store_true", help="compile the table's own configurations only")

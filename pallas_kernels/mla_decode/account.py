@@ -26,6 +26,9 @@ EXPONENTIALS_PER_CLOCK = 16  # of one SM's special function units
 FLOATS_PER_CLOCK = 128  # products of one SM's float32 units
 # Of the dense tensor-core rate. mma.sync on Hopper and later is an assumption; the others are that rate's own.
 RATE = {"wgmma.mma_async": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.6}
+# Warp-specialised kernels, and how many heads a program of theirs takes at a time.
+SPECIALISED = {"hopper": 64, "blackwell": 128}
+COLUMNS = 64  # of a tile of the Blackwell kernel
 
 
 @final
@@ -75,9 +78,10 @@ def account(
       entry: of the tuning table (`entry_for`): configuration and what the compiler made of it.
       bytes_per_s, flops_per_s: the chip's limits, published or measured.
     """
-    config, evidence, hopper = entry["config"], entry["evidence"], entry["backend"] == "hopper"
-    block, stages = (64 if hopper else config["block_tokens"]), config["stages"]
-    block_heads = 64 if hopper else config["block_heads"]
+    config, evidence, backend = entry["config"], entry["evidence"], entry["backend"]
+    apart = backend in SPECIALISED
+    block = 64 if apart else config["block_tokens"]
+    block_heads = SPECIALISED[backend] if apart else config["block_heads"]
     head_blocks = -(-heads // block_heads)
     columns = latent + rotary
     row_bytes = fp8_row_bytes(latent, rotary) if entry["rows"] == "fp8" else 2 * columns
@@ -86,16 +90,19 @@ def account(
     moved = tokens * row_bytes + len(held) * heads * (2 * columns + 4 * latent + 4)
     flops = 2 * heads * tokens * (columns + latent)
 
-    under_way = resident * (stages - 1) * block * row_bytes
+    ahead = (config["stages"] - 1) * block * row_bytes
+    if backend == "blackwell":  # of the kept half one block waits for its values and one is multiplied; and tiles
+        ahead = (config["stages"] - 2) * block * latent + (config["tiles"] - 1) * 2 * block * COLUMNS
+    under_way = resident * ahead
     wanted = bytes_per_s * LATENCY_S / sms
     memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
 
     clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
-    logits = 2 if hopper else 1  # both warpgroups make them
+    logits = 2 if apart else 1  # both warpgroups, or both programs of a pair, make them
     issued = 2 * block_heads * block * (logits * columns + latent)
     products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
     softmax = logits * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
-    clocks = max(products, softmax) if hopper or resident > 1 else products + softmax
+    clocks = max(products, softmax) if apart or resident > 1 else products + softmax
     compute_s = blocks * head_blocks * clocks / (sms * clock)
     return Account(
         bytes=moved,

@@ -38,7 +38,7 @@ HALVES = 2  # of the latent's columns, one a program
 RISE = 8.0  # base 2: probabilities stay below 2^8, which BF16 holds as well as 1
 TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
 COPY, MULTIPLY, SOFTMAX = range(3)  # warpgroups
-SCRATCH = 1024  # bytes of shared memory, for a maximum over warps
+SCRATCH = ALIGNED = 1024  # bytes of shared memory: for a maximum over warps, and what an array is rounded up to
 INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
 
 
@@ -60,7 +60,7 @@ class BlackwellConfig:
     def smem_bytes(self, value_width: int) -> int:
         """Shared memory of one program; barriers left out."""
         kept = value_width // HALVES
-        return 2 * kept * (HEADS + self.stages * TOKENS) + 2 * self.tiles * TOKENS * COLUMNS + 4 * HEADS
+        return 2 * kept * (HEADS + self.stages * TOKENS) + 2 * self.tiles * TOKENS * COLUMNS + ALIGNED + SCRATCH
 
     def plan(self, held: jax.Array) -> Work:
         """See `TritonConfig.plan`."""
@@ -78,7 +78,7 @@ def decode(
     work: Work | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.mla_decode`. Refuses what tcgen05, tensor memory and TMA cannot take, and interpreting before JAX 0.11."""
+    """See `api.mla_decode`. Refuses what tcgen05, tensor memory and TMA cannot take, and interpret mode before 0.11."""
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
     if is_fp8(pool) or pool.dtype != jnp.bfloat16:
@@ -90,8 +90,8 @@ def decode(
         )
     if tmem_columns(value_width, rotary) > TMEM_COLUMNS:
         raise NotImplementedError(
-            f"a latent width of {value_width} and a rotary width of {rotary} take "
-            f"{tmem_columns(value_width, rotary)} columns of tensor memory, which has {TMEM_COLUMNS}: Triton takes them."
+            f"a latent width of {value_width} and a rotary width of {rotary} take {tmem_columns(value_width, rotary)} "
+            f"columns of tensor memory, which has {TMEM_COLUMNS}: take the triton backend."
         )
     if page_size % TOKENS and (TOKENS % page_size or page_size % 8):
         raise NotImplementedError(
@@ -185,8 +185,8 @@ def _kernel(
 
     own = pl.ds(half * kept, kept)
     # The other half's columns and the rotary ones, in tiles.
-    firsts = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
-    firsts += range(value_width, q.shape[2], COLUMNS)
+    firsts: list[Any] = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
+    firsts += list(range(value_width, q.shape[2], COLUMNS))
 
     @pl.when(wg == COPY)
     def _() -> None:
@@ -205,8 +205,9 @@ def _kernel(
     def _() -> None:
         plgpu.set_max_registers(240, action="increase")
         _, begin, end, _, at, length = task()
+        load: Any = plgpu.load
         for i, first in enumerate(firsts):
-            mine = plgpu.load(q.at[at, heads, pl.ds(first, COLUMNS)], layout=plgpu.Layout.TCGEN05, optimized=False)
+            mine = load(q.at[at, heads, pl.ds(first, COLUMNS)], layout=plgpu.Layout.TCGEN05, optimized=False)
             plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
         plgpu.commit_tmem()
         plgpu.barrier_arrive(scratch["q_stored"])
@@ -264,14 +265,15 @@ def _copy(
 
         nth = block - begin
         fetch(nth, own, kept, kept_here, kept_done)
+        load: Any = plgpu.load
         for i, first in enumerate(firsts):
             fetch(nth * len(firsts) + i, pl.ds(first, COLUMNS), tiles, tile_here, tile_done)
 
 
 def _multiply(
     blocks: jax.Array, count: int, *, q_kept: Any, q_tiles: Any, q_copied: Any, q_stored: Any, kept: Any,
-    kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any, logits_made: Any,
-    logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+    kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any,
+    logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Logits of block 0; then those of block i + 1 and the values of block i; then the last values.
 

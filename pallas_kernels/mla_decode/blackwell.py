@@ -163,7 +163,7 @@ def _items(
             "values_added": made(num_arrivals=1),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
-        interpret=getattr(plgpu, INTERPRETER)() if interpret else None,
+        interpret=getattr(plgpu, INTERPRETER)(detect_races=True) if interpret else None,
         kernel_name="mla_decode_blackwell",
     )
     return list(kernel(work.items, pages, held, q, pool))
@@ -265,7 +265,6 @@ def _copy(
 
         nth = block - begin
         fetch(nth, own, kept, kept_here, kept_done)
-        load: Any = plgpu.load
         for i, first in enumerate(firsts):
             fetch(nth * len(firsts) + i, pl.ds(first, COLUMNS), tiles, tile_here, tile_done)
 

@@ -1,5 +1,6 @@
 """Every backend against numpy float64, with tolerances that reject the bugs such a kernel can have."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode import (
+    BlackwellConfig,
     HopperConfig,
     TritonConfig,
     fp8_row_bytes,
@@ -83,6 +85,31 @@ def test_hopper_is_softmax_attention(name):
     decode = partial(mla_decode, value_width=128, backend="hopper", config=config, interpret=True)
     got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
     assert within(got, reference(case, given), "bfloat16")
+
+
+BLACKWELL = {
+    "pages of half a block": Case(lengths=(0, 70, 200), latent=128, rotary=64, heads=40, page_size=32),
+    "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
+    "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's tcgen05 is interpreted from JAX 0.12 on")
+@pytest.mark.parametrize(
+    "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(BLACKWELL)]
+)
+def test_blackwell_is_softmax_attention(name):
+    """Ragged, empty, split and poisoned; nothing stands in for the GPU's operations, and a race would be raised."""
+    case = BLACKWELL[name]
+    given = make(case)
+    config = BlackwellConfig(stages=2, tiles=3, workers=2)
+    work = config.plan(jnp.asarray(given.held))
+    some = int(work.first[-1]) + (name != next(iter(BLACKWELL)))  # interpreting an item that does not exist takes long
+    work = replace(work, items=work.items[:some])
+    decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
+    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held, work=work)
+    assert within(got, reference(case, given), "bfloat16")
+    assert len(case.lengths) < 3 or some > len(case.lengths), "no row is split"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:
@@ -206,7 +233,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ),
         ({"held": (3,)}, {}, ValueError, "2 query rows, but pages of 2 and lengths of 3 rows"),
         ({}, {"value_width": 48}, ValueError, "latent width 48 is not inside the row of 48 columns"),
-        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: hopper, triton"),
+        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: blackwell, hopper, triton"),
         ({}, {"chip": "v5e"}, ValueError, "no chip 'v5e' is known; known are: h100, h200, b200"),
         ({}, {"backend": "triton"}, ValueError, r"triton needs to know its GPU: name a chip \(h100, h200, b200\)"),
         ({}, {"backend": "triton", "chip": "h200", "value_width": 24}, NotImplementedError, "the latent width is 24"),
@@ -217,6 +244,25 @@ def arguments(**changes: Any) -> dict[str, Any]:
             NotImplementedError,
             "pages of 8, 16, 32 or multiples of 64, not 4",
         ),
+        (
+            {},
+            {"backend": "blackwell", "chip": "b200"},
+            NotImplementedError,
+            "tcgen05 takes swizzled rows: .* in steps of 128 up to 512, .* not 32 and 16",
+        ),
+        (
+            {"pool": (5, 64, 640), "q": (2, 16, 640)},
+            {"backend": "blackwell", "chip": "b200", "value_width": 512},
+            NotImplementedError,
+            "width of 512 and a rotary width of 128 take 544 columns of tensor memory, which has 512: take the triton",
+        ),
+        (
+            {"pool": (5, 4, 576), "q": (2, 16, 576)},
+            {"backend": "blackwell", "chip": "b200", "value_width": 512},
+            NotImplementedError,
+            "pages of 8, 16, 32 or multiples of 64, not 4",
+        ),
+        ({}, {"backend": "blackwell", "chip": "h200"}, NotImplementedError, "no blackwell configuration .* on h200"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, options, error, words):
@@ -231,15 +277,31 @@ def test_fp8_rows_of_broken_groups_are_refused():
 
 def test_the_order_follows_the_chip_and_the_heads():
     assert order_of(None, 128) == ("ref",)
-    assert order_of("h200", 16) == order_of("b200", 128) == ("triton", "ref")
+    assert order_of("h200", 16) == order_of("b200", 64) == ("triton", "ref")
     assert order_of("h200", 32) == ("hopper", "triton", "ref")
-    with pytest.raises(NotImplementedError, match="the Hopper kernel reads BF16 rows, not FP8"):
-        mla_decode(
-            **arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)},
-            value_width=512,
-            backend="hopper",
-            config=HopperConfig(stages=2, workers=1),
-        )
+    assert order_of("b200", 128) == order_of("b200", 65) == ("blackwell", "triton", "ref")
+
+
+@pytest.mark.parametrize(
+    ("backend", "words", "config"),
+    [
+        ("hopper", "the Hopper kernel reads BF16 rows, not FP8", HopperConfig(stages=2, workers=1)),
+        ("blackwell", "the Blackwell kernel reads BF16 rows, not FP8", BlackwellConfig(stages=3, tiles=8, workers=1)),
+    ],
+)
+def test_fp8_rows_are_refused_by_name(backend, words, config):
+    rows = arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)}
+    with pytest.raises(NotImplementedError, match=words):
+        mla_decode(**rows, value_width=512, backend=backend, config=config)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has Mosaic GPU's interpret mode")
+@pytest.mark.parametrize("config", [HopperConfig(stages=2, workers=1), BlackwellConfig(stages=3, tiles=8, workers=1)])
+def test_interpret_mode_is_refused_where_there_is_none(config):
+    backend = type(config).__name__.removesuffix("Config").lower()
+    rows = arguments(q=(2, 64, 576), pool=(5, 64, 576))
+    with pytest.raises(NotImplementedError, match=r"Mosaic GPU's interpret mode needs JAX 0\.11 or newer, and this is"):
+        mla_decode(**rows, value_width=512, backend=backend, config=config, interpret=True)
 
 
 def test_float32_rows_go_to_the_reference_on_a_gpu():

@@ -290,7 +290,7 @@ def test_the_order_follows_the_chip_and_the_heads():
     ],
 )
 def test_fp8_rows_are_refused_by_name(backend, words, config):
-    rows = arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)}
+    rows: dict[str, Any] = arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)}
     with pytest.raises(NotImplementedError, match=words):
         mla_decode(**rows, value_width=512, backend=backend, config=config)
 

@@ -10,7 +10,7 @@ The model, for one configuration on one chip:
   share a multiprocessor, and after them where not.
 * the slower of the two.
 
-It leaves out launches, the start and merge of items, address arithmetic, barriers, the rates of L2 and shared memory, and
+It leaves out launches, the start and merge of items, address arithmetic, barriers, L2, shared memory, and
 the latency of products that wait for each other: the share is one that cannot be exceeded, and does not rank backends
 that come near each other.
 """

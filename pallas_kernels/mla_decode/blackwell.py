@@ -154,7 +154,7 @@ def _items(
             "q_stored": made(num_arrivals=1),
             "kept_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             "kept_done": made(num_arrivals=1, num_barriers=config.stages),
-            "last_here": plgpu.Barrier(num_arrivals=1),
+            "last_here": plgpu.Barrier(num_arrivals=1),  # of kept_here, for the warpgroup that masks the last block
             "tile_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.tiles),
             "tile_done": made(num_arrivals=1, num_barriers=config.tiles),
             "logits_made": made(num_arrivals=1),
@@ -178,62 +178,47 @@ def _kernel(
     heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
     kept = value_width // HALVES
 
-    def task() -> tuple[jax.Array, ...]:  # read by every warpgroup for itself: what all share, the compiler spills
-        row, begin, end, alone = (items[item, i] for i in range(4))
-        at = jnp.maximum(row, 0)
-        return row, begin, end, alone, at, held[at]
-
     own = pl.ds(half * kept, kept)
     # The other half's columns and the rotary ones, in tiles.
     firsts: list[Any] = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
     firsts += list(range(value_width, q.shape[2], COLUMNS))
 
+    def for_item(body: Any) -> None:  # read by every warpgroup for itself: what all share, the compiler spills
+        row, begin, end = (items[item, i] for i in range(3))
+        pl.when(row >= 0)(lambda: body(row, begin, end, held[row]))
+
     @pl.when(wg == COPY)
     def _() -> None:
         plgpu.set_max_registers(96, action="decrease")
-        _, begin, end, _, at, length = task()
-        plgpu.copy_gmem_to_smem(q.at[at, heads, own], scratch["q_kept"], scratch["q_copied"])
-        _copy(pages, pool, at, begin, end, length, own, firsts, page_size=page_size, **scratch)
+
+        @for_item
+        def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
+            plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
+            _copy(pages, pool, row, begin, end, length, own, firsts, page_size=page_size, **scratch)
 
     @pl.when(wg == MULTIPLY)
     def _() -> None:
         plgpu.set_max_registers(96, action="decrease")
-        _, begin, end, *_ = task()
-        _multiply(end - begin, len(firsts), **scratch)
+        for_item(lambda row, begin, end, length: _multiply(end - begin, len(firsts), **scratch))
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
         plgpu.set_max_registers(240, action="increase")
-        _, begin, end, _, at, length = task()
-        load: Any = plgpu.load
-        for i, first in enumerate(firsts):
-            mine = load(q.at[at, heads, pl.ds(first, COLUMNS)], layout=plgpu.Layout.TCGEN05, optimized=False)
-            plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
-        plgpu.commit_tmem()
-        plgpu.barrier_arrive(scratch["q_stored"])
-        top, total = _softmax(begin, end, length, **scratch)
-        row, _, _, alone, at, _ = task()
-        some = total != 0
-        safe = jnp.where(some, total, jnp.ones_like(total))
-        lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
 
-        def store(to: Any, to_lse: Any, place: jax.Array) -> None:
-            for first in range(0, kept, COLUMNS):
-                sums = plgpu.async_load_tmem(scratch["acc"].at[:, pl.ds(first, COLUMNS)])
-                mean = sums * lax.broadcast_in_dim(1.0 / safe, sums.shape, [0])
-                # Of an item without a token the accumulator was never written.
-                mean = jnp.where(lax.broadcast_in_dim(some, sums.shape, [0]), mean, jnp.zeros_like(mean))
-                to[place, heads, pl.ds(half * kept + first, COLUMNS)] = mean
-
-            @pl.when(half == 0)
-            def _() -> None:
-                scratch["lse_smem"][...] = lse
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(scratch["lse_smem"], to_lse.at[place, heads])
-                plgpu.wait_smem_to_gmem(0)
-
-        pl.when((row >= 0) & (alone == 1))(lambda: store(out, out_lse, at))
-        pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
+        @for_item
+        def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
+            load: Any = plgpu.load
+            for i, first in enumerate(firsts):
+                mine = load(q.at[row, heads, pl.ds(first, COLUMNS)], layout=plgpu.Layout.TCGEN05, optimized=False)
+                plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
+            plgpu.commit_tmem()
+            plgpu.barrier_arrive(scratch["q_stored"])
+            top, total = _softmax(begin, end, length, **scratch)
+            columns = pl.ds(half * kept, kept)
+            row, alone = items[item, 0], items[item, 3]  # again, rather than kept in registers
+            write = functools.partial(_write, top, total, half == 0, **scratch)
+            pl.when(alone == 1)(lambda: write(out.at[row, heads, columns], out_lse.at[row, heads]))
+            pl.when(alone == 0)(lambda: write(part.at[item, heads, columns], part_lse.at[item, heads]))
 
 
 def _copy(
@@ -376,3 +361,25 @@ def _softmax(
         plgpu.barrier_wait(values_added)
 
     return top, total
+
+
+def _write(
+    top: jax.Array, total: jax.Array, with_lse: jax.Array, to: Any, to_lse: Any, *, acc: Any, lse_smem: Any, **_: Any
+) -> None:
+    """The mean of the values to f32[HEADS, kept] of device memory, and the log-sum-exp, base e, to f32[HEADS]."""
+    some = total != 0
+    safe = jnp.where(some, total, jnp.ones_like(total))
+    lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
+    for first in range(0, acc.shape[1], COLUMNS):
+        sums = plgpu.async_load_tmem(acc.at[:, pl.ds(first, COLUMNS)])
+        mean = sums * lax.broadcast_in_dim(1.0 / safe, sums.shape, [0])
+        # Of an item without a token the accumulator was never written.
+        mean = jnp.where(lax.broadcast_in_dim(some, sums.shape, [0]), mean, jnp.zeros_like(mean))
+        to[:, pl.ds(first, COLUMNS)] = mean
+
+    @pl.when(with_lse)
+    def _() -> None:
+        lse_smem[...] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(lse_smem, to_lse)
+        plgpu.wait_smem_to_gmem(0)

@@ -91,7 +91,7 @@ BLACKWELL = {
     "pages of half a block": Case(lengths=(0, 200), latent=128, rotary=64, heads=40, page_size=32),
     "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
     "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
-    "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=128, page_size=64),
+    "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
 }
 
 
@@ -264,6 +264,12 @@ def arguments(**changes: Any) -> dict[str, Any]:
             {"backend": "blackwell", "chip": "b200", "value_width": 512},
             NotImplementedError,
             "pages of 8, 16, 32 or multiples of 64, not 4",
+        ),
+        (
+            {"pool": (5, 64, 576), "q": (2, 16, 576)},
+            {"backend": "blackwell", "value_width": 512, "config": BlackwellConfig(stages=1, tiles=8, workers=1)},
+            NotImplementedError,
+            "give at least 2 stages and 1 tile, not 1 and 8",
         ),
         ({}, {"backend": "blackwell", "chip": "h200"}, NotImplementedError, "no blackwell configuration .* on h200"),
     ],

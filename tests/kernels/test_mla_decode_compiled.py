@@ -109,16 +109,20 @@ def test_the_blackwell_kernel_stands_on_tcgen05_and_tma(compiler):
 
 
 @pytest.mark.slow
-def test_a_step_of_decode_rows_and_a_tile_takes_the_kernel(compiler):
+@pytest.mark.parametrize(("kind", "heads"), [("hopper", 64), ("blackwell", 128)])
+def test_a_step_of_decode_rows_and_a_tile_takes_the_kernel(compiler, kind, heads):
     """Through `mla_attention`, as the engine calls it: 8 decode rows and one tile of 32 prompt rows."""
+    chip = {"hopper": "h200", "blackwell": "b200"}[kind]
+    if chip == "b200" and jax.__version_info__ < (0, 11):
+        pytest.skip("JAX before 0.11 cannot compile for a B200")
     table = PageTable(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((9, 16), (9,), (9,))))
-    attend = partial(mla_attention, value_width=512, tile=32, shares=1, interleave=64, backend="gpu", chip="h200")
+    attend = partial(mla_attention, value_width=512, tile=32, shares=1, interleave=64, backend="gpu", chip=chip)
     kernels = compile_kernels(
-        "h200",
+        chip,
         attend,
-        jax.ShapeDtypeStruct((8 + 32, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8 + 32, heads, 576), jnp.bfloat16),
         jax.ShapeDtypeStruct((8 + 32,), jnp.int32),
         jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16),
         table,
     )
-    assert "mla_decode_hopper" in kernels and "mla_decode_merge" in kernels
+    assert f"mla_decode_{kind}" in kernels and "mla_decode_merge" in kernels

@@ -106,7 +106,7 @@ def decode_rows(shape: Shape, limits: dict[str, float], dry: bool, budget_s: flo
     chip, rows = this_chip(), "fp8" if shape.fp8 else "plain"
     few = min(shape.batch, 4)  # that the reference, which gathers whole histories, has room for
 
-    for backend in ("triton",) if dry else ("hopper", "triton"):
+    for backend in ("triton",) if dry else ("blackwell", "hopper", "triton"):
         options: dict[str, Any] = {"value_width": latent, "backend": backend, "interpret": dry}
         try:
             options["config"] = (
@@ -150,7 +150,7 @@ def expected_lines(chip: str) -> Iterator[str]:
     """What the account expects of every shape and backend on a chip, at its published limits."""
     hardware = load_hardware(chip)
     for shape in SHAPES:
-        for backend in ("hopper", "triton"):
+        for backend in ("blackwell", "hopper", "triton"):
             try:
                 entry = entry_for("mla_decode", chip, backend, "fp8" if shape.fp8 else "plain", shape.heads)
             except NotImplementedError:
@@ -160,7 +160,7 @@ def expected_lines(chip: str) -> Iterator[str]:
                 bytes_per_s=hardware.hbm_bytes_per_s, flops_per_s=hardware.bf16_flops_per_s,
             )  # fmt: skip
             yield (
-                f"{backend:7} {label(shape):38} {found.bytes / 1e6:6.0f} MB {found.flops / 1e9:5.0f} GFLOP, limit "
+                f"{backend:9} {label(shape):38} {found.bytes / 1e6:6.0f} MB {found.flops / 1e9:5.0f} GFLOP, limit "
                 f"{found.limit_s * 1e3:.3f} ms, expected {found.expected_s * 1e3:.3f} ms ({found.expected_share:.0%}, "
                 f"{found.bound}): {found.bytes / found.expected_s / 1e9:.0f} GB/s, "
                 f"{found.flops / found.expected_s / 1e12:.0f} TFLOP/s"

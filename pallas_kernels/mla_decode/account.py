@@ -13,9 +13,9 @@ The model, for one configuration on one chip:
 * the slower of the two.
 
 Left out are launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
-for each other; of Triton's programs also the shared memory that its compiler makes them touch, and conversions, which
-every block of heads makes anew. The share is one that cannot be exceeded, and does not rank backends that come near
-each other.
+for each other; of Triton's and Blackwell's programs also L2 and shared memory, and of Triton's conversions, which every
+block of heads makes anew. The share is one that cannot be exceeded, and does not rank backends that come near each
+other.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,9 @@ SHARED_BYTES_PER_CLOCK = 128  # of one SM
 CONVERSIONS_PER_CLOCK = 32
 # Of the dense tensor-core rate. mma.sync on Hopper and later is an assumption; the others are that rate's own.
 RATE = {"wgmma.mma_async": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.6}
+# Warp-specialised kernels, and how many heads a program of theirs takes at a time.
+SPECIALISED = {"hopper": 64, "blackwell": 128}
+COLUMNS = 64  # of a tile of the Blackwell kernel
 
 
 @final
@@ -83,9 +86,10 @@ def account(
       entry: of the tuning table (`entry_for`): configuration and what the compiler made of it.
       bytes_per_s, flops_per_s: the chip's limits, published or measured.
     """
-    config, evidence, hopper = entry["config"], entry["evidence"], entry["backend"] == "hopper"
-    block, stages = (64 if hopper else config["block_tokens"]), config["stages"]
-    block_heads = 64 if hopper else config["block_heads"]
+    config, evidence, backend = entry["config"], entry["evidence"], entry["backend"]
+    apart = backend in SPECIALISED
+    block = 64 if apart else config["block_tokens"]
+    block_heads = SPECIALISED[backend] if apart else config["block_heads"]
     head_blocks = -(-heads // block_heads)
     columns = latent + rotary
     row_bytes = fp8_row_bytes(latent, rotary) if entry["rows"] == "fp8" else 2 * columns
@@ -94,20 +98,23 @@ def account(
     moved = tokens * row_bytes + len(held) * heads * (2 * columns + 4 * latent + 4)
     flops = 2 * heads * tokens * (columns + latent)
 
-    under_way = resident * (stages - 1) * block * row_bytes
+    ahead = (config["stages"] - 1) * block * row_bytes
+    if backend == "blackwell":  # of the kept half one block waits for its values and one is multiplied; and tiles
+        ahead = (config["stages"] - 2) * block * latent + (config["tiles"] - 1) * 2 * block * COLUMNS
+    under_way = resident * ahead
     wanted = bytes_per_s * LATENCY_S / sms
     memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
 
     clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
     fp8 = entry["rows"] == "fp8"
-    logits = 2 if hopper and not fp8 else 1  # times that they are made
+    logits = 2 if apart and not fp8 else 1  # times that they are made: by both warpgroups, or programs of a pair
     issued = 2 * block_heads * block * (logits * columns + latent)
     products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
     softmax = logits * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
-    clocks = max(products, softmax) if hopper or resident > 1 else products + softmax
-    if hopper:
+    clocks = max(products, softmax) if apart or resident > 1 else products + softmax
+    if backend == "hopper":
         clocks = max(clocks, shared_clocks(latent=latent, rotary=rotary, block=block, fp8=fp8))
-    if hopper and fp8:
+    if backend == "hopper" and fp8:
         leader = 2 * block_heads * block * (columns + latent / 2) / CHIPS[chip].flops_per_clock
         leader += block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / 2 / FLOATS_PER_CLOCK
         clocks = max(clocks, leader, 3 * block * latent / CONVERSIONS_PER_CLOCK)

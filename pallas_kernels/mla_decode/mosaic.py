@@ -16,15 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
 
 
-def interpret_params(interpret: bool) -> Any:
-    """What `plgpu.kernel` takes as `interpret`. Refuses interpret mode where this JAX has none."""
+def interpret_params(interpret: bool, **options: Any) -> Any:
+    """What `plgpu.kernel` takes as `interpret`, with these options. Refuses interpret mode where this JAX has none."""
     if not interpret:
         return None
     if not hasattr(plgpu, INTERPRETER):
         raise NotImplementedError(
             f"Mosaic GPU's interpret mode needs JAX 0.11 or newer, and this is {jax.__version__}."
         )
-    return getattr(plgpu, INTERPRETER)()
+    return getattr(plgpu, INTERPRETER)(**options)
 
 
 def turned(ref: Any) -> Any:

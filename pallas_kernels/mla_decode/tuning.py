@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from pallas_kernels.mla_decode.blackwell import BlackwellConfig
 from pallas_kernels.mla_decode.hopper import HopperConfig
 from pallas_kernels.mla_decode.triton import TritonConfig
 from pallas_kernels.tuning import entry_for
 
-CONFIGS = {"hopper": HopperConfig, "triton": TritonConfig}
+CONFIGS = {"blackwell": BlackwellConfig, "hopper": HopperConfig, "triton": TritonConfig}
 
 
 def config_for(chip: str, backend: str, rows: str, heads: int) -> Any:

@@ -49,6 +49,16 @@ def test_fp8_goes_where_its_account_is_shorter(heads):
     assert min(took, key=lambda backend: took[backend]) == order_of("h200", heads, fp8=True)[0]
 
 
+def test_a_pair_of_programs_on_blackwell_makes_the_logits_twice():
+    chip = DEEPSEEK | {"chip": "b200", "bytes_per_s": 8e12, "flops_per_s": 2.25e15}
+    entry = entry_for("mla_decode", "b200", "blackwell", "plain", 128)
+    found = account([4096] * 128, heads=128, entry=entry, **chip)
+    assert found.bound == "compute" and found.limit_s == pytest.approx(found.bytes / 8e12)
+    assert found.compute_s == pytest.approx(found.flops / 2.25e15 * (2 * 576 + 512) / (576 + 512))
+    assert found.under_way_bytes == 64 * 256 * 2 + 7 * 64 * 64 * 2, "one block of kept columns, and all tiles but one"
+    assert account([4096] * 128, heads=64, entry=entry, **chip).compute_s == found.compute_s, "half of it is padding"
+
+
 def test_few_heads_are_bound_by_memory():
     found = account([8192] * 32, heads=16, entry=entry_for("mla_decode", "h200", "triton", "fp8", 16), **DEEPSEEK)
     assert found.bound == "memory" and found.limit_s == pytest.approx(found.bytes / 4.8e12)

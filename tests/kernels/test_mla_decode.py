@@ -1,5 +1,6 @@
 """Every backend against numpy float64, with tolerances that reject the bugs such a kernel can have."""
 
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode import (
+    BlackwellConfig,
     HopperConfig,
     TritonConfig,
     fp8_row_bytes,
@@ -137,6 +139,34 @@ def test_registers_of_warpgroups_are_those_that_a_program_has():
             evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
             assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
+
+
+BLACKWELL = {
+    "pages of half a block": Case(lengths=(0, 200), latent=128, rotary=64, heads=40, page_size=32),
+    "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
+    "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
+    "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's tcgen05 is interpreted from JAX 0.12 on")
+@pytest.mark.parametrize(
+    "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(BLACKWELL)]
+)
+def test_blackwell_is_softmax_attention(name):
+    """Ragged, empty, split and poisoned; nothing stands in for the GPU's operations, and a race would be raised."""
+    case = BLACKWELL[name]
+    given = make(case)
+    config = BlackwellConfig(stages=2, tiles=3, workers=2)
+    if name == "what the table is for":
+        config = replace(config_for("b200", "blackwell", "plain", 128), workers=2)
+    work = config.plan(jnp.asarray(given.held))
+    some = int(work.first[-1]) + (name != next(iter(BLACKWELL)))  # interpreting an item that does not exist takes long
+    work = replace(work, items=work.items[:some])
+    decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
+    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held, work=work)
+    assert within(got, reference(case, given), "bfloat16")
+    assert some > len(case.lengths), "no row is split and no item is without work"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:
@@ -277,7 +307,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ),
         ({"held": (3,)}, {}, ValueError, "2 query rows, but pages of 2 and lengths of 3 rows"),
         ({}, {"value_width": 48}, ValueError, "latent width 48 is not inside the row of 48 columns"),
-        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: hopper, triton"),
+        ({}, {"backend": "cuda"}, ValueError, "mla_decode has no backend 'cuda'; it has: blackwell, hopper, triton"),
         ({}, {"chip": "v5e"}, ValueError, "no chip 'v5e' is known; known are: h100, h200, b200"),
         ({}, {"backend": "triton"}, ValueError, r"triton needs to know its GPU: name a chip \(h100, h200, b200\)"),
         ({}, {"backend": "triton", "chip": "h200", "value_width": 24}, NotImplementedError, "the latent width is 24"),
@@ -300,6 +330,31 @@ def arguments(**changes: Any) -> dict[str, Any]:
             NotImplementedError,
             "FP8 rows of a latent width in steps of 256, not 128",
         ),
+        (
+            {},
+            {"backend": "blackwell", "chip": "b200"},
+            NotImplementedError,
+            "tcgen05 takes swizzled rows: .* in steps of 128 up to 512, .* not 32 and 16",
+        ),
+        (
+            {"pool": (5, 64, 640), "q": (2, 16, 640)},
+            {"backend": "blackwell", "chip": "b200", "value_width": 512},
+            NotImplementedError,
+            "width of 512 and a rotary width of 128 take 544 columns of tensor memory, which has 512: take the triton",
+        ),
+        (
+            {"pool": (5, 4, 576), "q": (2, 16, 576)},
+            {"backend": "blackwell", "chip": "b200", "value_width": 512},
+            NotImplementedError,
+            "pages of 8, 16, 32 or multiples of 64, not 4",
+        ),
+        (
+            {"pool": (5, 64, 576), "q": (2, 16, 576)},
+            {"backend": "blackwell", "value_width": 512, "config": BlackwellConfig(stages=1, tiles=8, workers=1)},
+            NotImplementedError,
+            "give at least 2 stages and 1 tile, not 1 and 8",
+        ),
+        ({}, {"backend": "blackwell", "chip": "h200"}, NotImplementedError, "no blackwell configuration .* on h200"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, options, error, words):
@@ -314,9 +369,26 @@ def test_fp8_rows_of_broken_groups_are_refused():
 
 def test_the_order_follows_the_chip_and_the_heads():
     assert order_of(None, 128) == ("ref",)
-    assert order_of("h200", 16) == order_of("b200", 128) == ("triton", "ref")
+    assert order_of("h200", 16) == order_of("b200", 64) == ("triton", "ref")
     assert order_of("h200", 32) == order_of("h200", 64, fp8=True) == ("hopper", "triton", "ref")
-    assert order_of("h200", 32, fp8=True) == order_of("b200", 64, fp8=True) == ("triton", "ref")
+    assert order_of("h200", 32, fp8=True) == order_of("b200", 128, fp8=True) == ("triton", "ref")
+    assert order_of("b200", 128) == order_of("b200", 65) == ("blackwell", "triton", "ref")
+
+
+def test_fp8_rows_are_refused_by_name():
+    rows: dict[str, Any] = arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)}
+    config = BlackwellConfig(stages=3, tiles=8, workers=1)
+    with pytest.raises(NotImplementedError, match="the Blackwell kernel reads BF16 rows, not FP8"):
+        mla_decode(**rows, value_width=512, backend="blackwell", config=config)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has Mosaic GPU's interpret mode")
+@pytest.mark.parametrize("config", [HopperConfig(stages=2, workers=1), BlackwellConfig(stages=3, tiles=8, workers=1)])
+def test_interpret_mode_is_refused_where_there_is_none(config):
+    backend = type(config).__name__.removesuffix("Config").lower()
+    rows = arguments(q=(2, 64, 576), pool=(5, 64, 576))
+    with pytest.raises(NotImplementedError, match=r"Mosaic GPU's interpret mode needs JAX 0\.11 or newer, and this is"):
+        mla_decode(**rows, value_width=512, backend=backend, config=config, interpret=True)
 
 
 def test_float32_rows_go_to_the_reference_on_a_gpu():

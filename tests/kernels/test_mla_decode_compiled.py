@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.compiled import ptxas_version
 from pallas_kernels.mla_attention import PageTable, mla_attention
-from pallas_kernels.mla_decode import HopperConfig, mla_decode
+from pallas_kernels.mla_decode import BlackwellConfig, HopperConfig, mla_decode
 from pallas_kernels.tuning import entry_for, table
 from splash_jax.preflight.kernels import compile_kernels
 
@@ -93,16 +93,42 @@ def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, rows, heads):
 
 
 @pytest.mark.slow
-def test_a_step_of_decode_rows_and_a_tile_takes_the_kernel(compiler):
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX before 0.11 cannot compile for a B200")
+def test_the_blackwell_kernel_stands_on_tcgen05_and_tma(compiler):
+    entry, kernels = variant("b200", "plain", 128, "blackwell")
+    evidence, kernel, config = entry["evidence"], kernels["mla_decode_blackwell"], BlackwellConfig(**entry["config"])
+    assert kernel.instructions["tcgen05.mma"] == 576 // 16 + 2 * 64 // 16, (
+        "logits by 16 columns; values by 16 tokens, in the loop and after it"
+    )
+    assert kernel.instructions["cp.async.bulk.tensor"] == 1 + 1 + 320 // 64, "queries, kept columns, and tiles"
+    assert not kernel.instructions["mma.sync"] and kernel.instructions["setmaxnreg"] == 3
+    assert kernel.spills == 0 and kernel.threads == evidence["threads"]
+    if same_compilers(evidence):
+        found = {"registers": kernel.registers, "spill_bytes": kernel.spills}
+        assert all(found[key] <= evidence[key] for key in found), (found, evidence)
+    assert config.smem_bytes(512) == evidence["smem_bytes"] <= CHIPS["b200"].smem_per_block
+    resident = CHIPS["b200"].blocks_resident(
+        registers=kernel.registers, smem=evidence["smem_bytes"], threads=kernel.threads
+    )
+    assert resident == evidence["blocks_per_sm"] == 1, "a program takes all of tensor memory"
+    assert config.workers == CHIPS["b200"].sms // 2, "two programs an item"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "heads"), [("hopper", 64), ("blackwell", 128)])
+def test_a_step_of_decode_rows_and_a_tile_takes_the_kernel(compiler, kind, heads):
     """Through `mla_attention`, as the engine calls it: 8 decode rows and one tile of 32 prompt rows."""
+    chip = {"hopper": "h200", "blackwell": "b200"}[kind]
+    if chip == "b200" and jax.__version_info__ < (0, 11):
+        pytest.skip("JAX before 0.11 cannot compile for a B200")
     table = PageTable(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((9, 16), (9,), (9,))))
-    attend = partial(mla_attention, value_width=512, tile=32, shares=1, interleave=64, backend="gpu", chip="h200")
+    attend = partial(mla_attention, value_width=512, tile=32, shares=1, interleave=64, backend="gpu", chip=chip)
     kernels = compile_kernels(
-        "h200",
+        chip,
         attend,
-        jax.ShapeDtypeStruct((8 + 32, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8 + 32, heads, 576), jnp.bfloat16),
         jax.ShapeDtypeStruct((8 + 32,), jnp.int32),
         jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16),
         table,
     )
-    assert "mla_decode_hopper" in kernels and "mla_decode_merge" in kernels
+    assert f"mla_decode_{kind}" in kernels and "mla_decode_merge" in kernels

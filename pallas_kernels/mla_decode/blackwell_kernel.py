@@ -1,0 +1,242 @@
+"""What a program of the Blackwell kernel runs: one warpgroup copies, one multiplies, one takes the softmax.
+
+See `blackwell` for why they are cut so. A barrier is named for what has happened when it is passed.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+HEADS = 128  # of a program: the lanes of tensor memory
+TOKENS = 64  # of a block
+COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds, and of a tile
+HALVES = 2  # of the latent's columns, one a program
+WARPGROUPS = 3
+COPY, MULTIPLY, SOFTMAX = range(WARPGROUPS)
+
+
+def attend(
+    items: Any, pages: Any, held: Any, q: Any, pool: Any, out: Any, out_lse: Any, part: Any, part_lse: Any,
+    *, page_size: int, value_width: int, **scratch: Any,
+) -> None:  # fmt: skip
+    """One program of `blackwell._items`, which says what `scratch` is: an item, HEADS heads, half of the columns."""
+    item, wg = lax.axis_index("item"), lax.axis_index("wg")
+    half = lax.rem(lax.axis_index("part"), HALVES)
+    heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
+    kept = value_width // HALVES
+    own = pl.ds(half * kept, kept)
+    # The other half's columns and the rotary ones, in tiles.
+    firsts: list[Any] = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
+    firsts += list(range(value_width, q.shape[2], COLUMNS))
+
+    def for_item(body: Any) -> None:  # read by every warpgroup for itself: what all share, the compiler spills
+        row, begin, end = (items[item, i] for i in range(3))
+        pl.when(row >= 0)(lambda: body(row, begin, end, held[row]))
+
+    @pl.when(wg == COPY)
+    def _() -> None:
+        plgpu.set_max_registers(96, action="decrease")
+
+        @for_item
+        def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
+            plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
+            _copy(pages, pool, row, begin, end, length, own, firsts, page_size=page_size, **scratch)
+
+    @pl.when(wg == MULTIPLY)
+    def _() -> None:
+        plgpu.set_max_registers(96, action="decrease")
+        for_item(lambda row, begin, end, length: _multiply(end - begin, len(firsts), **scratch))
+
+    @pl.when(wg == SOFTMAX)
+    def _() -> None:
+        plgpu.set_max_registers(240, action="increase")
+
+        @for_item
+        def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
+            for i, first in enumerate(firsts):
+                mine = _read(q.at[row, heads, pl.ds(first, COLUMNS)])
+                plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
+            plgpu.commit_tmem()
+            plgpu.barrier_arrive(scratch["q_stored"])
+            top, total = _softmax(begin, end, length, **scratch)
+            columns = pl.ds(half * kept, kept)
+            row, alone = items[item, 0], items[item, 3]  # again, rather than kept in registers
+            write = functools.partial(_write, top, total, half == 0, **scratch)
+            pl.when(alone == 1)(lambda: write(out.at[row, heads, columns], out_lse.at[row, heads]))
+            pl.when(alone == 0)(lambda: write(part.at[item, heads, columns], part_lse.at[item, heads]))
+
+
+def _copy(
+    pages: Any, pool: Any, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, own: Any,
+    firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any,
+    tile_done: Any, **_: Any,
+) -> None:  # fmt: skip
+    """Blocks begin to end, in the order in which `_multiply` reads them."""
+    together = min(page_size, TOKENS)  # tokens that one copy takes
+
+    @pl.loop(begin, end)
+    def _block(block: jax.Array) -> None:
+        places = []
+        for first in range(0, TOKENS, together):
+            token = jnp.minimum(block * TOKENS + first, length - 1)  # a page without tokens is never read
+            page, inside = pages[at, lax.div(token, page_size)], lax.rem(block * TOKENS + first, page_size)
+            tokens = pl.ds(inside if page_size > together else 0, together)
+            places.append((page, tokens, pl.ds(first, together)))
+
+        def fetch(nth: jax.Array, columns: Any, to: Any, here: Any, done: Any) -> None:
+            slot = lax.rem(nth, to.shape[0])
+
+            @pl.when(nth >= to.shape[0])
+            def _() -> None:
+                plgpu.barrier_wait(done.at[slot])
+
+            for page, tokens, rows in places:
+                plgpu.copy_gmem_to_smem(pool.at[page, tokens, columns], to.at[slot, rows], here.at[slot])
+
+        nth = block - begin
+        fetch(nth, own, kept, kept_here, kept_done)
+        for i, first in enumerate(firsts):
+            fetch(nth * len(firsts) + i, pl.ds(first, COLUMNS), tiles, tile_here, tile_done)
+
+
+def _multiply(
+    blocks: jax.Array, count: int, *, q_kept: Any, q_tiles: Any, q_copied: Any, q_stored: Any, kept: Any,
+    kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any,
+    logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+) -> None:  # fmt: skip
+    """Logits of block 0; then those of block i + 1 and the values of block i; then the last values.
+
+    Args:
+      count: tiles of a block.
+    """
+    plgpu.barrier_wait(q_copied)
+    plgpu.barrier_wait(q_stored)
+
+    def make_logits(i: jax.Array) -> None:
+        slot = lax.rem(i, kept.shape[0])
+        plgpu.barrier_wait(kept_here.at[slot])
+        pl.when(i == blocks - 1)(lambda: plgpu.barrier_arrive(last_here))
+
+        @pl.when(i > 0)
+        def _() -> None:
+            plgpu.barrier_wait(logits_read)
+
+        plgpu.tcgen05_mma(logits, q_kept, kept.at[slot].transpose((1, 0)), accumulate=False)
+        for j in range(count):
+            tile = lax.rem(i * count + j, tiles.shape[0])
+            plgpu.barrier_wait(tile_here.at[tile])
+            mine = q_tiles.at[:, pl.ds(j * COLUMNS, COLUMNS)]
+            plgpu.tcgen05_mma(logits, mine, tiles.at[tile].transpose((1, 0)), tile_done.at[tile])
+        plgpu.tcgen05_commit_arrive(logits_made)
+
+    def add_values(i: jax.Array) -> None:
+        slot = lax.rem(i, kept.shape[0])
+        plgpu.barrier_wait(chances_made)
+        plgpu.tcgen05_mma(acc, chances, kept.at[slot], kept_done.at[slot], accumulate=i > 0)
+        plgpu.tcgen05_commit_arrive(values_added)
+
+    @pl.loop(0, blocks)
+    def _block(i: jax.Array) -> None:
+        make_logits(i)
+        pl.when(i > 0)(lambda: add_values(i - 1))
+
+    pl.when(blocks > 0)(lambda: add_values(blocks - 1))
+
+
+def _softmax(
+    begin: jax.Array, end: jax.Array, length: jax.Array, *, kept: Any, last_here: Any, logits: Any, logits_made: Any,
+    logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Probabilities of every block, and the accumulator rescaled. Returns the maximum of the logits, base 2, and
+    the sum of the probabilities relative to it, f32[HEADS] each; all values are added when it returns.
+    """
+    width = kept.shape[2]
+
+    def block(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        top, total = carry
+        slot, left = lax.rem(i - begin, kept.shape[0]), length - i * TOKENS
+        plgpu.barrier_wait(logits_made)
+        x = plgpu.async_load_tmem(logits) * LOG2E
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(logits_read)
+        token = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.TCGEN05)
+        x = jnp.where(token < left, x, -jnp.inf)
+        new_top = jnp.maximum(top, x.max(axis=1))
+        scale = jnp.exp2(top - new_top)
+        rise = (new_top - top).max()
+        p = jnp.exp2(x - lax.broadcast_in_dim(new_top, x.shape, [0]))
+        total = total * scale + p.sum(axis=1)
+
+        @pl.when(left < TOKENS)
+        def _() -> None:  # beyond the last token there may be NaN, and 0 times NaN is one
+            plgpu.barrier_wait(last_here)
+            which = plgpu.broadcasted_iota(jnp.int32, (TOKENS, COLUMNS), 0, layout=plgpu.Layout.WGMMA)
+            for first in range(0, width, COLUMNS):
+                own = kept.at[slot, :, pl.ds(first, COLUMNS)]
+                values = own[...]
+                own[...] = jnp.where(which < left, values, jnp.zeros_like(values))
+            plgpu.commit_smem()
+
+        @pl.when(i > begin)
+        def _() -> None:
+            plgpu.barrier_wait(values_added)
+
+        plgpu.async_store_tmem(chances, p.astype(chances.dtype))
+
+        @pl.when((i > begin) & (rise > 0))
+        def _() -> None:
+            for first in range(0, width, COLUMNS):
+                mine = acc.at[:, pl.ds(first, COLUMNS)]
+                sums = plgpu.async_load_tmem(mine)
+                plgpu.wait_load_tmem()
+                plgpu.async_store_tmem(mine, sums * lax.broadcast_in_dim(scale, sums.shape, [0]))
+
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(chances_made)
+        return new_top, total
+
+    laid = plgpu.Layout.TCGEN05.reduce(1)
+    top = plgpu.layout_cast(jnp.full((HEADS,), -1e30, jnp.float32), laid)
+    total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), laid)
+    top, total = lax.fori_loop(begin, end, block, (top, total))
+
+    @pl.when(end > begin)
+    def _() -> None:
+        plgpu.barrier_wait(values_added)
+
+    return top, total
+
+
+def _write(
+    top: jax.Array, total: jax.Array, with_lse: jax.Array, to: Any, to_lse: Any, *, acc: Any, lse_smem: Any, **_: Any
+) -> None:
+    """The mean of the values to f32[HEADS, kept] of device memory, and the log-sum-exp, base e, to f32[HEADS]."""
+    some = total != 0
+    safe = jnp.where(some, total, jnp.ones_like(total))
+    lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
+    for first in range(0, acc.shape[1], COLUMNS):
+        sums = plgpu.async_load_tmem(acc.at[:, pl.ds(first, COLUMNS)])
+        mean = sums * lax.broadcast_in_dim(1.0 / safe, sums.shape, [0])
+        # Of an item without a token the accumulator was never written.
+        mean = jnp.where(lax.broadcast_in_dim(some, sums.shape, [0]), mean, jnp.zeros_like(mean))
+        to[:, pl.ds(first, COLUMNS)] = mean
+
+    @pl.when(with_lse)
+    def _() -> None:
+        lse_smem[...] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(lse_smem, to_lse)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _read(ref: Any) -> jax.Array:
+    """Rows of device memory, laid out as they go to tensor memory; JAX 0.10 wants an index, too."""
+    load: Any = plgpu.load if jax.__version_info__ >= (0, 11) else lambda ref, **how: plgpu.load(ref, (), **how)
+    return load(ref, layout=plgpu.Layout.TCGEN05, optimized=False)

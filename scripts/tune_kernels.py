@@ -65,8 +65,9 @@ def entry_of(chip: str, backend: str, rows: str, heads: int, config: dict[str, i
         if "Shared memory size limit exceeded" not in str(error):
             raise
         return None
-    facts = kernels["mla_decode_hopper" if backend == "hopper" else "mla_decode_items"]
-    smem = HopperConfig(workers=1, **config).smem_bytes(WIDTH) if backend == "hopper" else facts.smem
+    hopper = "mla_decode_hopper_fp8" if rows == "fp8" else "mla_decode_hopper"
+    facts = kernels[hopper if backend == "hopper" else "mla_decode_items"]
+    smem = HopperConfig(workers=1, **config).smem_bytes(WIDTH, fp8=rows == "fp8") if backend == "hopper" else facts.smem
     assert smem is not None
     resident = CHIPS[chip].blocks_resident(registers=facts.registers, smem=smem, threads=facts.threads)
     if not resident:

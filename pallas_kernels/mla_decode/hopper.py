@@ -17,15 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import triton
-from pallas_kernels.mla_decode.formats import is_fp8
+from pallas_kernels.mla_decode import hopper_fp8, triton
+from pallas_kernels.mla_decode.formats import GROUP, is_fp8
+from pallas_kernels.mla_decode.mosaic import add_product, interpret_params, laid, masked_logits, over, zero_rows
 from pallas_kernels.mla_decode.work import Work, split_work
 
 LOG2E = math.log2(math.e)
 HEADS = TOKENS = 64  # of a block: the rows of a wgmma, and what two stages leave room for
 COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
 WARPGROUPS = 2  # that compute
-INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
 
 
 @final
@@ -42,9 +42,12 @@ class HopperConfig:
         """Tokens of a block."""
         return TOKENS
 
-    def smem_bytes(self, columns: int) -> int:
-        """Shared memory of one program, for rows of so many BF16 columns; barriers left out."""
-        return 2 * columns * (HEADS + self.stages * TOKENS) + 4 * HEADS
+    def smem_bytes(self, columns: int, *, fp8: bool = False) -> int:
+        """Shared memory of one program, for rows of so many BF16 columns; barriers left out.
+
+        Of FP8 rows the same blocks are kept in BF16, and beside them the probabilities of one.
+        """
+        return 2 * columns * (HEADS + self.stages * TOKENS) + 4 * HEADS + (2 * HEADS * TOKENS if fp8 else 0)
 
     def plan(self, held: jax.Array) -> Work:
         """See `TritonConfig.plan`."""
@@ -65,25 +68,29 @@ def decode(
     """See `api.mla_decode`. Refuses what wgmma and TMA cannot take, and interpret mode before JAX 0.11."""
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
-    if is_fp8(pool) or pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the Hopper kernel reads BF16 rows, not {'FP8' if is_fp8(pool) else pool.dtype}.")
+    fp8 = is_fp8(pool)
+    if not fp8 and pool.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the Hopper kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two.")
     if value_width % (WARPGROUPS * COLUMNS) or value_width > 512 or rotary % COLUMNS:
         raise NotImplementedError(
             f"wgmma takes swizzled rows: a latent width in steps of {WARPGROUPS * COLUMNS} up to 512, a rotary width "
             f"in steps of {COLUMNS}, not {value_width} and {rotary}."
         )
+    if fp8 and value_width % (WARPGROUPS * GROUP):
+        raise NotImplementedError(
+            f"a warpgroup keeps whole groups of {GROUP} columns, which share a scale: FP8 rows of a latent width in "
+            f"steps of {WARPGROUPS * GROUP}, not {value_width}."
+        )
     if page_size % TOKENS and (TOKENS % page_size or page_size % 8):
         raise NotImplementedError(
             f"TMA copies blocks of {TOKENS} tokens: pages of 8, 16, 32 or multiples of {TOKENS}, not {page_size}."
         )
-    if interpret and not hasattr(plgpu, INTERPRETER):
-        raise NotImplementedError(
-            f"Mosaic GPU's interpret mode needs JAX 0.11 or newer, and this is {jax.__version__}."
-        )
+    interpret_params(interpret)
     padded = -(-heads // HEADS) * HEADS
-    q = jnp.pad(q.astype(pool.dtype), ((0, 0), (0, padded - heads), (0, 0)))
+    q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, padded - heads), (0, 0)))
     work = config.plan(held) if work is None else work
-    items = _items(work, pages, held, q, pool, value_width=value_width, config=config, interpret=interpret)
+    make: Any = hopper_fp8.items if fp8 else _items
+    items = make(work, pages, held, q, pool, value_width=value_width, stages=config.stages, interpret=interpret)
     out, lse = triton.merge(work, items, interpret, "mla_decode")
     return out[:, :heads], lse[:, :heads]
 
@@ -96,7 +103,7 @@ def _items(
     pool: jax.Array,
     *,
     value_width: int,
-    config: HopperConfig,
+    stages: int,
     interpret: bool,
 ) -> list[jax.Array]:
     """As `triton._items`."""
@@ -111,7 +118,7 @@ def _items(
             _kernel,
             page_size=pool.shape[1],
             value_width=value_width,
-            stages=config.stages,
+            stages=stages,
             interpreted=interpret,
         ),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -122,15 +129,15 @@ def _items(
         scratch_types=[
             plgpu.SMEM((WARPGROUPS, HEADS, half), pool.dtype, **tiled),
             plgpu.SMEM((HEADS, rotary), pool.dtype, **tiled),
-            plgpu.SMEM((config.stages, WARPGROUPS, TOKENS, half), pool.dtype, **tiled),
-            plgpu.SMEM((config.stages, TOKENS, rotary), pool.dtype, **tiled),
+            plgpu.SMEM((stages, WARPGROUPS, TOKENS, half), pool.dtype, **tiled),
+            plgpu.SMEM((stages, TOKENS, rotary), pool.dtype, **tiled),
             plgpu.SMEM((HEADS,), jnp.float32),
             plgpu.Barrier(num_arrivals=WARPGROUPS + 1),  # queries are here
-            plgpu.Barrier(num_arrivals=copies * (WARPGROUPS + 1), num_barriers=config.stages),  # a block is here
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),  # a block is done with
+            plgpu.Barrier(num_arrivals=copies * (WARPGROUPS + 1), num_barriers=stages),  # a block is here
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),  # a block is done with
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=getattr(plgpu, INTERPRETER)() if interpret else None,
+        interpret=interpret_params(interpret),
         kernel_name="mla_decode_hopper",
     )
     return list(kernel(work.items, pages, held, q, pool))
@@ -148,8 +155,6 @@ def _kernel(
     half = value_width // WARPGROUPS
     rotary = q_rope.shape[1]
     length = held[at]
-    laid = functools.partial(_laid, interpreted=interpreted)
-    count = functools.partial(_count, interpreted=interpreted)
 
     @pl.when(wg == WARPGROUPS)
     def _copy() -> None:
@@ -189,43 +194,33 @@ def _kernel(
             slot = lax.rem(i - begin, stages)
             plgpu.barrier_wait(here.at[slot])
 
-            def products(logits_ref: Any) -> jax.Array:
-                for j in range(WARPGROUPS):
-                    plgpu.wgmma(logits_ref, q_latent.at[j], _turned(latent.at[slot, j]))
-                plgpu.wgmma(logits_ref, q_rope, _turned(rope.at[slot]))
-                return logits_ref[...]
-
-            logits = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((HEADS, TOKENS), jnp.float32)) * LOG2E
-            token = count((HEADS, TOKENS), 1)
-            logits = jnp.where(token < length - i * TOKENS, logits, -jnp.inf)
+            mine = [q_latent.at[j] for j in range(WARPGROUPS)] + [q_rope]
+            keys = [latent.at[slot, j] for j in range(WARPGROUPS)] + [rope.at[slot]]
+            logits = masked_logits(mine, keys, length - i * TOKENS, interpreted) * LOG2E
 
             @pl.when(i * TOKENS + TOKENS > length)
-            def _() -> None:  # beyond the last token there may be NaN, and 0 times NaN is one
-                which = count((TOKENS, COLUMNS), 0)
-                for first in range(0, half, COLUMNS):  # a few at a time, to keep out of the accumulator's registers
-                    own = latent.at[slot, wg, :, pl.ds(first, COLUMNS)]
-                    values = own[...]
-                    own[...] = jnp.where(which < length - i * TOKENS, values, jnp.zeros_like(values))
+            def _() -> None:
+                zero_rows(latent.at[slot, wg], length - i * TOKENS, COLUMNS, interpreted)
                 plgpu.commit_smem()
 
             new_top = jnp.maximum(top, logits.max(axis=1))
             scale = jnp.exp2(top - new_top)
-            p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [0]))
+            p = jnp.exp2(logits - over(new_top, shape=logits.shape))
             total = total * scale + p.sum(axis=1)
-            acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
+            acc = acc * over(scale, shape=acc.shape)
             p16 = p.astype(latent.dtype)
 
-            acc = _add_product(acc, p16, latent.at[slot, wg], interpreted)
+            acc = add_product(acc, p16, latent.at[slot, wg], interpreted)
             plgpu.barrier_arrive(done.at[slot])
             return acc, new_top, total
 
-        acc = laid(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA)
-        top = laid(jnp.full((HEADS,), -1e30, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        total = laid(jnp.zeros((HEADS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        acc = laid(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA, interpreted)
+        top = laid(jnp.full((HEADS,), -1e30, jnp.float32), plgpu.Layout.WGMMA.reduce(1), interpreted)
+        total = laid(jnp.zeros((HEADS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1), interpreted)
         acc, top, total = lax.fori_loop(begin, end, block, (acc, top, total))
         some = total != 0
         safe = jnp.where(some, total, jnp.ones_like(total))
-        acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
+        acc = acc * over(1.0 / safe, shape=acc.shape)
         lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
         columns = pl.ds(wg * half, half)
 
@@ -241,29 +236,3 @@ def _kernel(
 
         pl.when((row >= 0) & (alone == 1))(lambda: store(out, out_lse, at))
         pl.when((row >= 0) & (alone == 0))(lambda: store(part, part_lse, item))
-
-
-def _turned(ref: Any) -> Any:
-    """[a, b] seen as [b, a]; JAX 0.10 has a function for it, 0.12 a method."""
-    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
-
-
-# Interpret mode knows no register layouts, no run_state and no wgmma on registers: these three stand in for them there.
-
-
-def _laid(x: jax.Array, layout: Any, interpreted: bool) -> jax.Array:
-    return x if interpreted else plgpu.layout_cast(x, layout)
-
-
-def _count(shape: tuple[int, int], axis: int, interpreted: bool) -> jax.Array:
-    if interpreted:
-        return lax.broadcasted_iota(jnp.int32, shape, axis)
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-
-
-def _add_product(acc: jax.Array, p: jax.Array, values: Any, interpreted: bool) -> jax.Array:
-    """acc + p @ values by a wgmma that keeps the accumulator in its registers."""
-    if interpreted:
-        return acc + jnp.dot(p, values[...], preferred_element_type=jnp.float32)
-    accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, values))
-    return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))

@@ -1,0 +1,85 @@
+"""What Mosaic GPU calls differently from one JAX to the next, and what its interpret mode cannot do.
+
+Interpret mode knows no register layouts, no run_state and no wgmma on registers: three functions stand in for them there.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
+
+
+def interpret_params(interpret: bool) -> Any:
+    """What `plgpu.kernel` takes as `interpret`. Refuses interpret mode where this JAX has none."""
+    if not interpret:
+        return None
+    if not hasattr(plgpu, INTERPRETER):
+        raise NotImplementedError(
+            f"Mosaic GPU's interpret mode needs JAX 0.11 or newer, and this is {jax.__version__}."
+        )
+    return getattr(plgpu, INTERPRETER)()
+
+
+def turned(ref: Any) -> Any:
+    """[a, b] seen as [b, a]; JAX 0.10 has a function for it, 0.12 a method."""
+    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """What `ref` holds, in the registers of `layout`, however many accesses that takes."""
+    index = () if jax.__version_info__ >= (0, 11) else ((),)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def laid(x: jax.Array, layout: Any, interpreted: bool) -> jax.Array:
+    """`x` in the registers of `layout`."""
+    return x if interpreted else plgpu.layout_cast(x, layout)
+
+
+def count(shape: tuple[int, int], axis: int, interpreted: bool) -> jax.Array:
+    """i32[shape]: the index along `axis`, laid out as a wgmma's accumulator."""
+    if interpreted:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def add_product(acc: jax.Array, p: Any, values: Any, interpreted: bool) -> jax.Array:
+    """acc + p @ values by a wgmma that keeps the accumulator in its registers; `p` may be registers or shared memory."""
+    if interpreted:
+        return acc + jnp.dot(p[...], values[...], preferred_element_type=jnp.float32)
+    accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, values))
+    return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))
+
+
+def zero_rows(rows: Any, first: jax.Array, width: int, interpreted: bool) -> None:
+    """Zeros in the tokens of a block in shared memory from `first` on: there may be NaN, and 0 times NaN is one.
+
+    Takes `width` columns at a time, to keep out of an accumulator's registers.
+    """
+    which = count((rows.shape[0], width), 0, interpreted)
+    for column in range(0, rows.shape[1], width):
+        own = rows.at[:, pl.ds(column, width)]
+        values = own[...]
+        own[...] = jnp.where(which < first, values, jnp.zeros_like(values))
+
+
+def masked_logits(q: Any, keys: Any, seen: jax.Array, interpreted: bool) -> jax.Array:
+    """f32[heads, tokens] of the queries' and keys' parts in shared memory; -inf from token `seen` on."""
+    shape = q[0].shape[0], keys[0].shape[0]
+
+    def products(logits_ref: Any) -> jax.Array:
+        for mine, theirs in zip(q, keys, strict=True):
+            plgpu.wgmma(logits_ref, mine, turned(theirs))
+        return logits_ref[...]
+
+    logits = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return jnp.where(count(shape, 1, interpreted) < seen, logits, -jnp.inf)
+
+
+over = functools.partial(lax.broadcast_in_dim, broadcast_dimensions=(0,))

@@ -28,7 +28,7 @@ HEADS = 64  # of a block
 LEADER, FOLLOWER, CONVERTER = 0, 1, 2
 # Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
 # warpgroup that asks for more than the others gave back would wait for ever.
-REGISTERS = {LEADER: 240, FOLLOWER: 168, CONVERTER: 96}
+REGISTERS = {LEADER: 224, FOLLOWER: 168, CONVERTER: 112}
 
 
 def items(
@@ -86,16 +86,17 @@ def _kernel(
 ) -> None:  # fmt: skip
     item, wg = lax.axis_index("item"), lax.axis_index("wg")
     heads = pl.ds(lax.axis_index("heads") * HEADS, HEADS)
-    row, begin, end, alone = (work[item, i] for i in range(4))
-    at = jnp.maximum(row, 0)
-    half, length = value_width // HALVES, held[at]
+    half = value_width // HALVES
 
-    def slot_of(block: jax.Array) -> jax.Array:
-        return lax.rem(block - begin, stages)
+    def given() -> tuple[jax.Array, ...]:
+        """Row, first block, last + 1 and tokens: read by each warpgroup, since none has a register to keep more in."""
+        at = jnp.maximum(work[item, 0], 0)
+        return at, work[item, 1], work[item, 2], held[at]
 
     @pl.when(wg == CONVERTER)
     def _convert() -> None:
         plgpu.set_max_registers(REGISTERS[CONVERTER], action="decrease")
+        at, begin, end, length = given()
         for i in range(HALVES):
             plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(i * half, half)], q_latent.at[i], q_here)
         plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(value_width, q_rope.shape[1])], q_rope, q_here)
@@ -123,12 +124,14 @@ def _kernel(
                 plgpu.copy_smem_to_gmem(factor, o_lse.at[place, heads])
                 plgpu.wait_smem_to_gmem(0)
 
-        pl.when((row >= 0) & (alone == 1))(lambda: to(out, out_lse, at))
-        pl.when((row >= 0) & (alone == 0))(lambda: to(part, part_lse, item))
+        exists, alone = work[item, 0] >= 0, work[item, 3] == 1  # read late: there is no register to keep them in
+        pl.when(exists & alone)(lambda: to(out, out_lse, work[item, 0]))
+        pl.when(exists & ~alone)(lambda: to(part, part_lse, item))
 
     @pl.when(wg == LEADER)
     def _lead() -> None:
         plgpu.set_max_registers(REGISTERS[LEADER], action="increase")
+        _, begin, end, length = given()
         plgpu.barrier_wait(q_here)
 
         def tell(scale: jax.Array, p: jax.Array | None, not_first: jax.Array) -> None:
@@ -144,7 +147,7 @@ def _kernel(
 
         def block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = carry
-            slot = slot_of(i)
+            slot = lax.rem(i - begin, stages)
             plgpu.barrier_wait(here.at[slot])
             mine = [q_latent.at[j] for j in range(HALVES)] + [q_rope]
             keys = [latent.at[slot, j] for j in range(HALVES)] + [rope.at[slot]]
@@ -176,6 +179,7 @@ def _kernel(
     @pl.when(wg == FOLLOWER)
     def _follow() -> None:
         plgpu.set_max_registers(REGISTERS[FOLLOWER], action="decrease")
+        _, begin, end, _ = given()
 
         def told(acc: jax.Array) -> jax.Array:
             plgpu.barrier_wait(p_here)
@@ -183,7 +187,7 @@ def _kernel(
             return acc * over(scale, shape=acc.shape)
 
         def block(i: jax.Array, acc: jax.Array) -> jax.Array:
-            slot = slot_of(i)
+            slot = lax.rem(i - begin, stages)
             plgpu.barrier_wait(here.at[slot])
             acc = add_product(told(acc), p_smem, latent.at[slot, FOLLOWER], interpreted)
             plgpu.barrier_arrive(p_done)

@@ -48,7 +48,7 @@ def _by_a_kernel(
 ) -> tuple[jax.Array, jax.Array] | None:
     """By the first kernel that takes it; by the oracle where there is no GPU; None where every kernel refuses."""
     target = target_chip(chip)
-    for backend in kernels.order_of(target, q.shape[1])[:-1] if target else ("ref",):
+    for backend in kernels.order_of(target, q.shape[1], fp8=is_fp8(pool))[:-1] if target else ("ref",):
         try:
             return kernels.mla_decode(q, pool, pages, seen, value_width=value_width, backend=backend, chip=chip)
         except NotImplementedError:

@@ -8,9 +8,12 @@ The model, for one configuration on one chip:
 * compute: the products that are issued, padding and repeats included, at the rate of their instruction; the softmax (an
   exponential per logit, a product per output column and block) runs beside them where two warpgroups or two programs
   share a multiprocessor, and after them where not.
+  The Hopper kernel is also held by what it reads and writes in shared memory, and of FP8 rows by their conversion and
+  by its leader's own products and softmax.
 * the slower of the two.
 
-It leaves out launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
+Of Triton's programs the compiler decides what shared memory they touch, and their conversions, anew for every block of
+heads, are not counted. It leaves out launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
 for each other: the share is one that cannot be exceeded, and does not rank backends that come near each other.
 """
 
@@ -24,6 +27,10 @@ from pallas_kernels.mla_decode.formats import fp8_row_bytes
 LATENCY_S = 8e-7  # of HBM under load: an assumption, to be measured
 EXPONENTIALS_PER_CLOCK = 16  # of one SM's special function units
 FLOATS_PER_CLOCK = 128  # products of one SM's float32 units
+SHARED_BYTES_PER_CLOCK = 128  # of one SM
+# Of one SM: of one value to float16, float32 and, scaled, BF16. An assumption, to be measured: what FlashMLA's account of
+# 50 clocks for 512 values comes to. The CUDA programming guide's rate of conversions would allow twice as many.
+CONVERSIONS_PER_CLOCK = 32
 # Of the dense tensor-core rate. mma.sync on Hopper and later is an assumption; the others are that rate's own.
 RATE = {"wgmma.mma_async": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.6}
 
@@ -91,11 +98,18 @@ def account(
     memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
 
     clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
-    logits = 2 if hopper else 1  # both warpgroups make them
+    fp8 = entry["rows"] == "fp8"
+    logits = 2 if hopper and not fp8 else 1  # times that they are made
     issued = 2 * block_heads * block * (logits * columns + latent)
     products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
     softmax = logits * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
     clocks = max(products, softmax) if hopper or resident > 1 else products + softmax
+    if hopper:
+        clocks = max(clocks, shared_clocks(latent=latent, rotary=rotary, block=block, fp8=fp8))
+    if hopper and fp8:
+        leader = 2 * block_heads * block * (columns + latent / 2) / CHIPS[chip].flops_per_clock
+        leader += block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / 2 / FLOATS_PER_CLOCK
+        clocks = max(clocks, leader, 3 * block * latent / CONVERSIONS_PER_CLOCK)
     compute_s = blocks * head_blocks * clocks / (sms * clock)
     return Account(
         bytes=moved,
@@ -107,3 +121,13 @@ def account(
         under_way_bytes=under_way,
         wanted_bytes=round(wanted),
     )
+
+
+def shared_clocks(*, latent: int, rotary: int, block: int, fp8: bool, heads: int = 64) -> float:
+    """Clocks that shared memory takes for one block of the Hopper kernel: a product of 64 rows reads both operands anew."""
+    columns = latent + rotary
+    logits = 2 * (heads + block) * columns * (1 if fp8 else 2)  # queries and keys
+    values = 2 * block * latent
+    arriving = 2 * block * columns
+    handed = 2 * 2 * heads * block if fp8 else 0  # probabilities, written and read
+    return (logits + values + arriving + handed) / SHARED_BYTES_PER_CLOCK

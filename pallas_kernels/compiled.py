@@ -26,6 +26,7 @@ _INSTRUCTION = re.compile(
     r"|ld\.global|st\.global|cvt\.rn\.f16x2\.e4m3x2|setmaxnreg)\b"
 )
 _ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.v\d)?\.b\d+")
+_LOSS = re.compile(r"Potential Performance Loss: (.+)")
 _RELEASE = re.compile(r"release (\d+\.\d+)")
 _RESOURCES = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
@@ -47,6 +48,7 @@ class KernelFacts:
     spills: int
     instructions: Counter[str]  # how often each of the instructions that matter stands in the PTX
     accesses: Counter[str]  # of device memory, by their width: ld.global.v4.b32
+    losses: tuple[str, ...]  # of speed, as ptxas reports them of the kernel's file: setmaxnreg ignored, wgmma serialized
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:
@@ -69,7 +71,8 @@ def read_kernels(folder: Path) -> dict[str, KernelFacts]:
         ptx = path.read_text(encoding="utf-8")
         if not _ENTRY.search(ptx):
             continue
-        used = {match["name"]: match for match in _RESOURCES.finditer(assemble(path, _first(_TARGET, ptx)))}
+        told = assemble(path, _first(_TARGET, ptx))
+        used = {match["name"]: match for match in _RESOURCES.finditer(told)}
         for entry in re.split(r"(?=^\.visible \.entry )", ptx, flags=re.MULTILINE)[1:]:
             name = _first(_ENTRY, entry)
             launch = next((found for found in launches if found["name"] == name), None)
@@ -83,6 +86,7 @@ def read_kernels(folder: Path) -> dict[str, KernelFacts]:
                     spills=int(used[name]["stores"]) + int(used[name]["loads"]),
                     instructions=Counter(_INSTRUCTION.findall(entry)),
                     accesses=Counter(_ACCESS.findall(entry)),
+                    losses=tuple(_LOSS.findall(told)),
                 )
     return facts
 

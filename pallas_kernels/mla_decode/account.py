@@ -12,9 +12,10 @@ The model, for one configuration on one chip:
   by its leader's own products and softmax.
 * the slower of the two.
 
-Of Triton's programs the compiler decides what shared memory they touch, and their conversions, anew for every block of
-heads, are not counted. It leaves out launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
-for each other: the share is one that cannot be exceeded, and does not rank backends that come near each other.
+Left out are launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
+for each other; of Triton's programs also the shared memory that its compiler makes them touch, and conversions, which
+every block of heads makes anew. The share is one that cannot be exceeded, and does not rank backends that come near each
+other.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ LATENCY_S = 8e-7  # of HBM under load: an assumption, to be measured
 EXPONENTIALS_PER_CLOCK = 16  # of one SM's special function units
 FLOATS_PER_CLOCK = 128  # products of one SM's float32 units
 SHARED_BYTES_PER_CLOCK = 128  # of one SM
-# Of one SM: of one value to float16, float32 and, scaled, BF16. An assumption, to be measured: what FlashMLA's account of
-# 50 clocks for 512 values comes to. The CUDA programming guide's rate of conversions would allow twice as many.
+# Of one SM, where a value takes three: to float16, to float32 and, scaled, to BF16. An assumption, to be measured: what
+# FlashMLA's account of 50 clocks for 512 values comes to. The CUDA programming guide's rate is twice that.
 CONVERSIONS_PER_CLOCK = 32
 # Of the dense tensor-core rate. mma.sync on Hopper and later is an assumption; the others are that rate's own.
 RATE = {"wgmma.mma_async": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.6}
@@ -124,7 +125,11 @@ def account(
 
 
 def shared_clocks(*, latent: int, rotary: int, block: int, fp8: bool, heads: int = 64) -> float:
-    """Clocks that shared memory takes for one block of the Hopper kernel: a product of 64 rows reads both operands anew."""
+    """Clocks that shared memory takes for one block of the Hopper kernel.
+
+    A product of 64 rows of queries and a block's keys reads both anew; probabilities come from registers, and of FP8
+    rows from shared memory too.
+    """
     columns = latent + rotary
     logits = 2 * (heads + block) * columns * (1 if fp8 else 2)  # queries and keys
     values = 2 * block * latent

@@ -1,7 +1,7 @@
 """A warpgroup of `hopper_fp8` that makes BF16 of FP8 rows: from device memory through registers into shared memory.
 
-Rows are asked for twice: blocks ahead of their use TMA brings them to L2, pieces ahead of it they are loaded. A piece is
-small, since those that are on their way lie in registers.
+Rows are asked for twice: blocks ahead of their use TMA brings them to L2, pieces ahead of it they are loaded. A piece
+is small, since those that are on their way lie in registers.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.formats import GROUP, Fp8Views
+from pallas_kernels.mla_decode.formats import GROUP
 from pallas_kernels.mla_decode.mosaic import laid, load, over, zero_rows
 
 TOKENS = 64  # of a block
@@ -38,7 +38,7 @@ LATENT, ROTARY = _by_token(GROUP), _by_token(COLUMNS)  # 16 and 8 bytes of BF16 
 class Converter:
     """What is the same for every block of an item."""
 
-    pool: Fp8Views  # refs
+    pool: Any  # refs of the three views that `Fp8Views` names
     pages: Any  # ref, i32[B, W]
     row: jax.Array  # of `pages`
     length: jax.Array  # of the row's history
@@ -77,6 +77,7 @@ class Converter:
 
             @pl.when(i * TOKENS + TOKENS > self.length)
             def _() -> None:
+                plgpu.commit_smem()  # what other threads stored is read here
                 for half in range(HALVES):
                     zero_rows(latent.at[slot, half], self.length - i * TOKENS, COLUMNS, self.interpreted)
 
@@ -109,6 +110,10 @@ class Converter:
         ]
 
     def _to_l2(self, places: tuple[jax.Array, ...]) -> None:
+        """Where TMA can address the rows: 16 bytes' multiples, and no more than 256 elements of them."""
+        width = self.pool.scales.shape[-1]
+        if width % 4 or width > 256:
+            return
         for _, page, slots in self._runs(places, 0, TOKENS):
             plgpu.async_prefetch(self.pool.scales.at[page, slots])
 

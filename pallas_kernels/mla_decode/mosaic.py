@@ -1,6 +1,7 @@
 """What Mosaic GPU calls differently from one JAX to the next, and what its interpret mode cannot do.
 
-Interpret mode knows no register layouts, no run_state and no wgmma on registers: three functions stand in for them there.
+Interpret mode knows no register layouts, no run_state and no wgmma on registers: three functions stand in for them
+there.
 """
 
 import functools
@@ -50,7 +51,7 @@ def count(shape: tuple[int, int], axis: int, interpreted: bool) -> jax.Array:
 
 
 def add_product(acc: jax.Array, p: Any, values: Any, interpreted: bool) -> jax.Array:
-    """acc + p @ values by a wgmma that keeps the accumulator in its registers; `p` may be registers or shared memory."""
+    """acc + p @ values by a wgmma that keeps the accumulator in its registers; `p` in registers or shared memory."""
     if interpreted:
         return acc + jnp.dot(p[...], values[...], preferred_element_type=jnp.float32)
     accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, values))

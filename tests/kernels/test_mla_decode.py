@@ -1,6 +1,7 @@
 """Every backend against numpy float64, with tolerances that reject the bugs such a kernel can have."""
 
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from pallas_kernels.mla_decode import (
     HopperConfig,
     TritonConfig,
     fp8_row_bytes,
+    hopper,
+    hopper_fp8,
     mla_decode,
     pack_fp8,
     plan_decode,
@@ -24,7 +27,7 @@ from pallas_kernels.mla_decode import (
 from pallas_kernels.mla_decode.api import order_of
 from pallas_kernels.mla_decode.tuning import config_for
 from pallas_kernels.mla_decode.work import WAVES, split_work
-from pallas_kernels.tuning import table
+from pallas_kernels.tuning import entry_for, table
 from tests.kernels.mla_cases import TOLERANCE, Case, Given, make, reference, within
 
 RAGGED = (0, 1, 37, 130, 16, 64, 3)
@@ -85,6 +88,57 @@ def test_hopper_is_softmax_attention(name):
     assert within(got, reference(case, given), "bfloat16")
 
 
+HOPPER_FP8 = {
+    "pages of half a block": Case(lengths=(70, 0, 5, 130), latent=256, rotary=64, heads=64, page_size=32, fp8=True),
+    "pages of two blocks": Case(lengths=(3, 130), latent=256, rotary=64, heads=20, page_size=128, fp8=True),
+    "pages of an eighth": Case(lengths=(70,), latent=256, rotary=64, heads=65, page_size=8, fp8=True),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
+@pytest.mark.parametrize(
+    "name", ["pages of half a block", "pages of two blocks", pytest.param("pages of an eighth", marks=pytest.mark.slow)]
+)
+def test_hopper_makes_bf16_of_fp8_rows(name):
+    """Ragged, empty, split, or three blocks of one item over two stages; free slots hold NaN values and NaN scales."""
+    case = HOPPER_FP8[name]
+    given = make(case)
+    got = hopper_fp8_decode(case, given, overhead=0 if len(case.lengths) > 2 else 4)
+    assert within(got, reference(case, given), "fp8")
+    empty = np.asarray(case.lengths) == 0
+    assert (np.asarray(got[0])[empty] == 0).all() and (np.asarray(got[1])[empty] == -np.inf).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
+def test_no_two_warpgroups_race(monkeypatch):
+    """Every stage is used twice: each access of shared memory is ordered by a barrier with the one before it."""
+    interpreter = import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
+    params = hopper_fp8.plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(hopper_fp8, "interpret_params", lambda interpret: params if interpret else None)
+    case = Case(lengths=(250,), latent=256, rotary=64, heads=64, page_size=64, fp8=True)
+    hopper_fp8_decode(case, make(case), overhead=4)
+    assert not interpreter.get_races().races_found
+
+
+def hopper_fp8_decode(case: Case, given: Given, overhead: int) -> tuple[jax.Array, jax.Array]:
+    config = HopperConfig(stages=2, workers=1, overhead=overhead)
+    decode = partial(mla_decode, value_width=case.latent, backend="hopper", config=config, interpret=True)
+    return jax.jit(decode)(as_bf16(given.q), jnp.asarray(given.pool), given.pages, given.held)
+
+
+def test_registers_of_warpgroups_are_those_that_a_program_has():
+    """A warpgroup that asked for more than the others leave would wait for them for ever."""
+    for rows, of_warpgroups in (
+        ("plain", (hopper.COPYING, hopper.COMPUTING, hopper.COMPUTING)),
+        ("fp8", tuple(hopper_fp8.REGISTERS.values())),
+    ):
+        for heads in (64, 128):
+            evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
+            assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
+            assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
+
+
 def as_bf16(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x).astype(jnp.bfloat16)
 
@@ -127,14 +181,27 @@ def test_the_tolerance_rejects(mutant, kind):
     assert not within(MUTANTS[mutant](CASES[name], given), want, kind)
 
 
-def test_scales_of_fp8_rows_matter():
-    """A kernel that mixed up the two groups' scales would be seen."""
-    given, want = problem("fp8")
-    V = CASES["fp8"].latent
-    swapped = given.pool.copy()
-    swapped[..., V : V + 8] = np.roll(given.pool[..., V : V + 8], 4, -1)
-    rows = np.where(np.isnan(given.rows), np.nan, np.asarray(unpack_fp8(jnp.asarray(swapped), V)))
-    assert not within(reference(CASES["fp8"], given._replace(rows=rows)), want, "fp8")
+# What a kernel could do to the scales' bytes: u8[P, K, 4 * groups].
+SCALE_MUTANTS = {
+    "groups swapped": lambda scales: np.roll(scales, 4, -1),
+    "the first group's for all": lambda scales: np.tile(scales[..., :4], scales.shape[-1] // 4),
+    "the next token's": lambda scales: np.roll(scales, -1, 1),
+    "the token's of eight rows on": lambda scales: np.roll(scales, -8, 1),
+}
+
+
+@pytest.mark.parametrize("mutant", SCALE_MUTANTS)
+@pytest.mark.parametrize("case", [CASES["fp8"], *HOPPER_FP8.values()], ids=["triton", *HOPPER_FP8])
+def test_scales_of_fp8_rows_matter(case, mutant):
+    """A kernel that mixed up scales would be seen, in every case that one is tested with."""
+    given, V = make(case), case.latent
+    mixed = given.pool.copy()
+    mixed[..., V : V + V // 32] = SCALE_MUTANTS[mutant](given.pool[..., V : V + V // 32])
+    if (mixed == given.pool).all():
+        pytest.skip("a page of eight tokens is the same eight rows on")
+    numbers = np.nan_to_num(np.asarray(unpack_fp8(jnp.asarray(mixed), V)), nan=0.0)
+    rows = np.where(np.isnan(given.rows), np.nan, numbers)
+    assert not within(reference(case, given._replace(rows=rows)), reference(case, given), "fp8")
 
 
 def test_fp8_rows_are_656_bytes_and_lose_little():
@@ -190,8 +257,9 @@ def test_the_table_serves_every_number_of_heads():
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
+    changes = dict(changes)
+    dtypes = {"pages": jnp.int32, "held": jnp.int32, "pool": changes.pop("dtype", jnp.bfloat16)}
     sizes = {"q": (2, 16, 48), "pool": (5, 4, 48), "pages": (2, 3), "held": (2,)} | changes
-    dtypes = {"pages": jnp.int32, "held": jnp.int32}
     return {name: jnp.zeros(size, dtypes.get(name, jnp.bfloat16)) for name, size in sizes.items()}
 
 
@@ -217,6 +285,18 @@ def arguments(**changes: Any) -> dict[str, Any]:
             NotImplementedError,
             "pages of 8, 16, 32 or multiples of 64, not 4",
         ),
+        (
+            {"pool": (5, 64, 192), "q": (2, 16, 192), "dtype": jnp.float32},
+            {"backend": "hopper", "chip": "h200", "value_width": 128},
+            NotImplementedError,
+            "the Hopper kernel reads BF16 and FP8 rows, not float32: give one of the two",
+        ),
+        (
+            {"pool": (5, 64, 260), "q": (2, 16, 192), "dtype": jnp.uint8},
+            {"backend": "hopper", "chip": "h200", "value_width": 128},
+            NotImplementedError,
+            "FP8 rows of a latent width in steps of 256, not 128",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes, options, error, words):
@@ -232,14 +312,8 @@ def test_fp8_rows_of_broken_groups_are_refused():
 def test_the_order_follows_the_chip_and_the_heads():
     assert order_of(None, 128) == ("ref",)
     assert order_of("h200", 16) == order_of("b200", 128) == ("triton", "ref")
-    assert order_of("h200", 32) == ("hopper", "triton", "ref")
-    with pytest.raises(NotImplementedError, match="the Hopper kernel reads BF16 rows, not FP8"):
-        mla_decode(
-            **arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)},
-            value_width=512,
-            backend="hopper",
-            config=HopperConfig(stages=2, workers=1),
-        )
+    assert order_of("h200", 32) == order_of("h200", 64, fp8=True) == ("hopper", "triton", "ref")
+    assert order_of("h200", 32, fp8=True) == order_of("b200", 64, fp8=True) == ("triton", "ref")
 
 
 def test_float32_rows_go_to_the_reference_on_a_gpu():

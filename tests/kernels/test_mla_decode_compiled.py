@@ -69,17 +69,23 @@ def test_a_variant_compiles_to_what_the_table_says(chip, rows, heads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [64, 128])
-def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, heads):
-    entry, kernels = variant("h200", "plain", heads, "hopper")
-    evidence, kernel, config = entry["evidence"], kernels["mla_decode_hopper"], HopperConfig(**entry["config"])
-    assert kernel.instructions["wgmma.mma_async"] == 2 * 576 // 32 + 64 // 16, (
+@pytest.mark.parametrize("rows", ["plain", "fp8"])
+def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, rows, heads):
+    entry, kernels = variant("h200", rows, heads, "hopper")
+    fp8 = rows == "fp8"
+    kernel = kernels["mla_decode_hopper_fp8" if fp8 else "mla_decode_hopper"]
+    evidence, config = entry["evidence"], HopperConfig(**entry["config"])
+    values = 2 if fp8 else 1  # of FP8 rows leader and follower have a program text each
+    assert kernel.instructions["wgmma.mma_async"] == 2 * 576 // 32 + values * 64 // 16, (
         "logits by 16 columns, values by 16 tokens"
     )
-    assert kernel.instructions["cp.async.bulk.tensor"] and kernel.instructions["setmaxnreg"] == 2
+    assert kernel.instructions["cp.async.bulk.tensor"] and kernel.instructions["setmaxnreg"] == (3 if fp8 else 2)
+    assert kernel.instructions["cvt.rn.f16x2.e4m3x2"] == (64 * 512 // 128 // 2 if fp8 else 0), "two a thread at a time"
     assert not kernel.instructions["mma.sync"] and kernel.threads == evidence["threads"]
     if same_compilers(evidence):
-        assert kernel.registers <= evidence["registers"] and kernel.spills <= 2 * evidence["spill_bytes"]
-    assert config.smem_bytes(576) == evidence["smem_bytes"] <= CHIPS["h200"].smem_per_block
+        assert kernel.registers <= evidence["registers"] and kernel.spills == evidence["spill_bytes"] == 0
+        assert kernel.losses == (), "warpgroups without the registers they ask for, or one product at a time"
+    assert config.smem_bytes(576, fp8=fp8) == evidence["smem_bytes"] <= CHIPS["h200"].smem_per_block
     resident = CHIPS["h200"].blocks_resident(
         registers=kernel.registers, smem=evidence["smem_bytes"], threads=kernel.threads
     )

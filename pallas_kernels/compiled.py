@@ -48,7 +48,7 @@ class KernelFacts:
     spills: int
     instructions: Counter[str]  # how often each of the instructions that matter stands in the PTX
     accesses: Counter[str]  # of device memory, by their width: ld.global.v4.b32
-    losses: tuple[str, ...]  # of speed, as ptxas reports them of the kernel's file: setmaxnreg ignored, wgmma serialized
+    losses: tuple[str, ...]  # of speed, that ptxas reports of the kernel's file: setmaxnreg ignored, wgmma serialized
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:

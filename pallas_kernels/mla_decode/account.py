@@ -14,8 +14,8 @@ The model, for one configuration on one chip:
 
 Left out are launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
 for each other; of Triton's programs also the shared memory that its compiler makes them touch, and conversions, which
-every block of heads makes anew. The share is one that cannot be exceeded, and does not rank backends that come near each
-other.
+every block of heads makes anew. The share is one that cannot be exceeded, and does not rank backends that come near
+each other.
 """
 
 from collections.abc import Sequence

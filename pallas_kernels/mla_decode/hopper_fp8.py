@@ -70,11 +70,9 @@ def items(
             plgpu.Barrier(num_arrivals=1),  # probabilities are here
             plgpu.Barrier(num_arrivals=1),  # probabilities are done with
         ],
-        # Sums and maxima stay within four lanes, and so need no scratch. Between threads of a warpgroup the kernel
-        # orders accesses itself: every store is followed by `commit_smem`, and none by a load of the same thread.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
+        # Sums and maxima stay within four lanes, and so need no scratch. The kernel orders a warpgroup's threads itself:
+        # between a store to shared memory and whatever reads it lies a `commit_smem`, which they all wait at.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret_params(interpret),
         kernel_name="mla_decode_hopper_fp8",
     )

@@ -21,7 +21,7 @@ COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
 HALVES = 2  # of the latent columns in shared memory
 PIECE = 32  # tokens that are loaded together, GROUP columns or the rotary ones of each
 BLOCKS_AHEAD = 2  # on their way to L2
-PIECES_AHEAD = 2  # on their way to registers
+PIECES_AHEAD = 3  # on their way to registers
 
 
 def _by_token(columns: int) -> Any:

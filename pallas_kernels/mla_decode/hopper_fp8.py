@@ -70,8 +70,8 @@ def items(
             plgpu.Barrier(num_arrivals=1),  # probabilities are here
             plgpu.Barrier(num_arrivals=1),  # probabilities are done with
         ],
-        # Sums and maxima stay within four lanes, and so need no scratch. The kernel orders a warpgroup's threads itself:
-        # between a store to shared memory and whatever reads it lies a `commit_smem`, which they all wait at.
+        # Sums and maxima stay within four lanes, and so need no scratch. The kernel orders a warpgroup's threads by
+        # itself: between a store to shared memory and whatever reads it lies a `commit_smem`, which they all wait at.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret_params(interpret),
         kernel_name="mla_decode_hopper_fp8",

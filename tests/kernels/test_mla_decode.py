@@ -114,7 +114,7 @@ def test_hopper_makes_bf16_of_fp8_rows(name):
 def test_no_two_warpgroups_race(monkeypatch):
     """Every stage is used twice: each access of shared memory is ordered by a barrier with the one before it."""
     interpreter = import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
-    params = hopper_fp8.plgpu.InterpretGPUParams(detect_races=True)
+    params = vars(hopper_fp8.plgpu)["InterpretGPUParams"](detect_races=True)
     monkeypatch.setattr(hopper_fp8, "interpret_params", lambda interpret: params if interpret else None)
     case = Case(lengths=(250,), latent=256, rotary=64, heads=64, page_size=64, fp8=True)
     hopper_fp8_decode(case, make(case), overhead=4)

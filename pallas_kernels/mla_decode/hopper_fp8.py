@@ -28,7 +28,7 @@ HEADS = 64  # of a block
 LEADER, FOLLOWER, CONVERTER = 0, 1, 2
 # Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
 # warpgroup that asks for more than the others gave back would wait for ever.
-REGISTERS = {LEADER: 224, FOLLOWER: 160, CONVERTER: 120}
+REGISTERS = {LEADER: 216, FOLLOWER: 160, CONVERTER: 128}
 
 
 def items(

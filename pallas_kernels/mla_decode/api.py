@@ -85,7 +85,7 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
     programs do one after another; which of them is quicker has not been measured. Of FP8 rows it makes BF16 anew for
     every 64 heads, which by its account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
 
-    The Blackwell kernel takes BF16 rows and 128 heads at a time, the lanes of tensor memory. For 64 it would spend 3,328
+    The Blackwell kernel takes BF16 rows, 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328
     clocks of an SM's products on 64 tokens, whose rows take 2,530 to come; a block of 64 heads in Triton spends 1,600.
     """
     if chip is None:

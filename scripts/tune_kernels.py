@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 from tuning import OPS
-from tuning.search import Point, Space, choose, parts_of, spilled, table_of, write
+from tuning.search import Point, Space, choose, parts_of, point_of, spilled, table_of, write
 
 from pallas_kernels.compiled import ptxas_version
-from pallas_kernels.tuning import entry_for, table
+from pallas_kernels.tuning import table
 
 
 def known(op: str, chip: str, point: Point) -> dict[str, Any]:
@@ -30,7 +30,10 @@ def known(op: str, chip: str, point: Point) -> dict[str, Any]:
         made = {"workers", "fp8_products"}
         return {k: bare(v) if isinstance(v, dict) else v for k, v in config.items() if k not in made}
 
-    return bare(entry_for(op, chip, *point)["config"])
+    entry = next((entry for entry in table(op)[chip] if point_of(entry) == point), None)
+    if entry is None:
+        raise SystemExit(f"{op}'s table has no entry for {point} on the {chip} to keep: search it without --keep.")
+    return bare(entry["config"])
 
 
 def told(entry: dict[str, Any], seconds: float) -> str:
@@ -67,7 +70,7 @@ def search(op: str, chip: str, point: Point, keep: bool) -> dict[str, Any] | Non
 def main(arguments: list[str]) -> int:
     """Search, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=list(OPS), nargs="+", default=list(OPS))
+    parser.add_argument("--op", choices=list(OPS), nargs="+", help="all without")
     parser.add_argument("--chip", choices=sorted(table("mla_decode")), required=True)
     parser.add_argument("--backend", nargs="+", help="in the words of the op's table; all of it without")
     parser.add_argument("--rows", nargs="+", help="likewise")
@@ -77,13 +80,17 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     asked = {name: getattr(options, name) for name in Point._fields}
     print(f"{options.chip}, JAX {jax.__version__}, ptxas {ptxas_version()}")
-    missed = False
-    for op in options.op:
+    found, missed = {}, False
+    for op in options.op or OPS:
         own = list(OPS[op].points(options.chip))
-        points = [p for p in own if all(wish is None or getattr(p, name) in wish for name, wish in asked.items())]
-        if not points:
+        found[op] = [p for p in own if all(wish is None or getattr(p, name) in wish for name, wish in asked.items())]
+        if options.op and not found[op]:
             print(f"{op} has no such point on the {options.chip}; it has: {', '.join(map(str, own))}", file=sys.stderr)
             return 2
+    if not any(found.values()):
+        print(f"no op has such a point on the {options.chip}; name one with --op to see its points", file=sys.stderr)
+        return 2
+    for op, points in found.items():
         best = [search(op, options.chip, point, options.keep) for point in points]
         missed |= None in best
         if options.write:

@@ -54,7 +54,7 @@ class BlackwellConfig:
         kept = value_width // HALVES
         return 2 * kept * (HEADS + self.stages * TOKENS) + 2 * self.tiles * TOKENS * COLUMNS + ALIGNED + SCRATCH
 
-    def plan(self, held: jax.Array) -> Work:
+    def plan(self, held: Any) -> Work:
         """See `TritonConfig.plan`."""
         return split_work(held, block=TOKENS, workers=self.workers, overhead=self.overhead)
 
@@ -126,7 +126,7 @@ def _items(
     kept, rotary = value_width // HALVES, columns - value_width
     tiled: Any = {"transforms": (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))}
     copies = max(1, TOKENS // pool.shape[1])  # of every part of a block
-    made = functools.partial(plgpu.Barrier, orders_tensor_core=True)
+    tensor_barrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     shapes = [(rows, heads, value_width), (rows, heads), (count, heads, value_width), (count, heads)]
     kernel = plgpu.kernel(
         functools.partial(attend, page_size=pool.shape[1], value_width=value_width),
@@ -145,16 +145,16 @@ def _items(
             "chances": plgpu.TMEM((HEADS, TOKENS), pool.dtype, packed=True),
             "acc": plgpu.TMEM((HEADS, kept), jnp.float32),
             "q_copied": plgpu.Barrier(num_arrivals=1),
-            "q_stored": made(num_arrivals=1),
+            "q_stored": tensor_barrier(num_arrivals=1),
             "kept_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
-            "kept_done": made(num_arrivals=1, num_barriers=config.stages),
+            "kept_done": tensor_barrier(num_arrivals=1, num_barriers=config.stages),
             "last_here": plgpu.Barrier(num_arrivals=1),  # of kept_here, for the warpgroup that masks the last block
             "tile_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.tiles),
-            "tile_done": made(num_arrivals=1, num_barriers=config.tiles),
-            "logits_made": made(num_arrivals=1),
-            "logits_read": made(num_arrivals=1),
-            "chances_made": made(num_arrivals=1),
-            "values_added": made(num_arrivals=1),
+            "tile_done": tensor_barrier(num_arrivals=1, num_barriers=config.tiles),
+            "logits_made": tensor_barrier(num_arrivals=1),
+            "logits_read": tensor_barrier(num_arrivals=1),
+            "chances_made": tensor_barrier(num_arrivals=1),
+            "values_added": tensor_barrier(num_arrivals=1),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
         interpret=interpret_params(interpret, detect_races=True),

@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode.mosaic import load, over
+
 LOG2E = math.log2(math.e)
 HEADS = 128  # of a program: the lanes of tensor memory
 TOKENS = 64  # of a block
@@ -61,16 +63,15 @@ def attend(
         @for_item
         def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
             for i, first in enumerate(firsts):
-                mine = _read(q.at[row, heads, pl.ds(first, COLUMNS)])
+                mine = load(q.at[row, heads, pl.ds(first, COLUMNS)], plgpu.Layout.TCGEN05)
                 plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
             plgpu.commit_tmem()
             plgpu.barrier_arrive(scratch["q_stored"])
             top, total = _softmax(begin, end, length, **scratch)
-            columns = pl.ds(half * kept, kept)
             row, alone = items[item, 0], items[item, 3]  # again, rather than kept in registers
             write = functools.partial(_write, top, total, half == 0, **scratch)
-            pl.when(alone == 1)(lambda: write(out.at[row, heads, columns], out_lse.at[row, heads]))
-            pl.when(alone == 0)(lambda: write(part.at[item, heads, columns], part_lse.at[item, heads]))
+            pl.when(alone == 1)(lambda: write(out.at[row, heads, own], out_lse.at[row, heads]))
+            pl.when(alone == 0)(lambda: write(part.at[item, heads, own], part_lse.at[item, heads]))
 
 
 def _copy(
@@ -171,7 +172,7 @@ def _softmax(
         new_top = jnp.maximum(top, x.max(axis=1))
         scale = jnp.exp2(top - new_top)
         rise = (new_top - top).max()
-        p = jnp.exp2(x - lax.broadcast_in_dim(new_top, x.shape, [0]))
+        p = jnp.exp2(x - over(new_top, shape=x.shape))
         total = total * scale + p.sum(axis=1)
 
         @pl.when(left < TOKENS)
@@ -196,7 +197,7 @@ def _softmax(
                 mine = acc.at[:, pl.ds(first, COLUMNS)]
                 sums = plgpu.async_load_tmem(mine)
                 plgpu.wait_load_tmem()
-                plgpu.async_store_tmem(mine, sums * lax.broadcast_in_dim(scale, sums.shape, [0]))
+                plgpu.async_store_tmem(mine, sums * over(scale, shape=sums.shape))
 
         plgpu.commit_tmem()
         plgpu.barrier_arrive(chances_made)
@@ -223,9 +224,9 @@ def _write(
     lse = jnp.where(some, top / LOG2E + jnp.log(safe), jnp.full_like(top, -jnp.inf))
     for first in range(0, acc.shape[1], COLUMNS):
         sums = plgpu.async_load_tmem(acc.at[:, pl.ds(first, COLUMNS)])
-        mean = sums * lax.broadcast_in_dim(1.0 / safe, sums.shape, [0])
+        mean = sums * over(1.0 / safe, shape=sums.shape)
         # Of an item without a token the accumulator was never written.
-        mean = jnp.where(lax.broadcast_in_dim(some, sums.shape, [0]), mean, jnp.zeros_like(mean))
+        mean = jnp.where(over(some, shape=sums.shape), mean, jnp.zeros_like(mean))
         to[:, pl.ds(first, COLUMNS)] = mean
 
     @pl.when(with_lse)
@@ -234,9 +235,3 @@ def _write(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(lse_smem, to_lse)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _read(ref: Any) -> jax.Array:
-    """Rows of device memory, laid out as they go to tensor memory; JAX 0.10 wants an index, too."""
-    load: Any = plgpu.load if jax.__version_info__ >= (0, 11) else lambda ref, **how: plgpu.load(ref, (), **how)
-    return load(ref, layout=plgpu.Layout.TCGEN05, optimized=False)

@@ -52,7 +52,7 @@ class HopperConfig:
         """
         return 2 * columns * (HEADS + self.stages * TOKENS) + 4 * HEADS + (2 * HEADS * TOKENS if fp8 else 0)
 
-    def plan(self, held: jax.Array) -> Work:
+    def plan(self, held: Any) -> Work:
         """See `TritonConfig.plan`."""
         return split_work(held, block=TOKENS, workers=self.workers, overhead=self.overhead)
 
@@ -125,8 +125,8 @@ def _items(
             interpreted=interpret,
         ),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(heads // HEADS, count),  # the head blocks of an item run side by side and share its rows in L2
-        grid_names=("heads", "item"),
+        grid=(count, heads // HEADS),  # the last axis runs first: head blocks of an item share its rows in L2
+        grid_names=("item", "heads"),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=[
@@ -162,9 +162,13 @@ def _kernel(
     @pl.when(wg == WARPGROUPS)
     def _copy() -> None:
         plgpu.set_max_registers(COPYING, action="decrease")
-        for i in range(WARPGROUPS):
-            plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(i * half, half)], q_latent.at[i], q_here)
-        plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(value_width, rotary)], q_rope, q_here)
+
+        @pl.when(row >= 0)
+        def _() -> None:
+            for i in range(WARPGROUPS):
+                plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(i * half, half)], q_latent.at[i], q_here)
+            plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(value_width, rotary)], q_rope, q_here)
+
         together = min(page_size, TOKENS)  # tokens that one copy takes
 
         @pl.loop(begin, end)
@@ -190,7 +194,7 @@ def _kernel(
     @pl.when(wg < WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(COMPUTING, action="increase")
-        plgpu.barrier_wait(q_here)
+        pl.when(row >= 0)(lambda: plgpu.barrier_wait(q_here))
 
         def block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = carry

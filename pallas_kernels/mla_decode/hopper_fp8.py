@@ -53,8 +53,8 @@ def items(
             _kernel, page_size=pool.shape[1], value_width=value_width, stages=stages, interpreted=interpret
         ),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(heads // HEADS, item_count),  # the head blocks of an item run side by side and share its rows in L2
-        grid_names=("heads", "item"),
+        grid=(item_count, heads // HEADS),  # the last axis runs first: head blocks of an item share its rows in L2
+        grid_names=("item", "heads"),
         num_threads=3,
         thread_name="wg",
         scratch_types=[
@@ -99,9 +99,13 @@ def _kernel(
     def _convert() -> None:
         plgpu.set_max_registers(REGISTERS[CONVERTER], action="decrease")
         at, begin, end, length = given()
-        for i in range(HALVES):
-            plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(i * half, half)], q_latent.at[i], q_here)
-        plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(value_width, q_rope.shape[1])], q_rope, q_here)
+
+        @pl.when(work[item, 0] >= 0)
+        def _() -> None:
+            for i in range(HALVES):
+                plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(i * half, half)], q_latent.at[i], q_here)
+            plgpu.copy_gmem_to_smem(q.at[at, heads, pl.ds(value_width, q_rope.shape[1])], q_rope, q_here)
+
         rows = Converter(
             pool=Fp8Views(values, scales, rotary),
             pages=pages,
@@ -134,7 +138,7 @@ def _kernel(
     def _lead() -> None:
         plgpu.set_max_registers(REGISTERS[LEADER], action="increase")
         _, begin, end, length = given()
-        plgpu.barrier_wait(q_here)
+        pl.when(work[item, 0] >= 0)(lambda: plgpu.barrier_wait(q_here))
 
         def tell(scale: jax.Array, p: jax.Array | None, not_first: jax.Array) -> None:
             @pl.when(not_first)

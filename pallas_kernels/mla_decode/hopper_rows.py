@@ -62,7 +62,7 @@ class Converter:
         def block(i: jax.Array, carry: Any) -> Any:
             places, found = carry
             slot = lax.rem(i - begin, stages)
-            self._to_l2(self._places(jnp.minimum(i + BLOCKS_AHEAD, end - 1)))
+            pl.when(i + BLOCKS_AHEAD < end)(lambda: self._to_l2(self._places(i + BLOCKS_AHEAD)))
             following = self._places(jnp.minimum(i + 1, end - 1))
 
             @pl.when(i - begin >= stages)
@@ -88,7 +88,8 @@ class Converter:
         @pl.when(end > begin)
         def _() -> None:
             places = self._places(begin)
-            self._to_l2(places)
+            for ahead in range(BLOCKS_AHEAD):
+                pl.when(begin + ahead < end)(lambda ahead=ahead: self._to_l2(self._places(begin + ahead)))
             found = tuple(self._fetch(places, *piece) for piece in pieces[:PIECES_AHEAD])
             lax.fori_loop(begin, end, block, (places, found))
 

@@ -44,7 +44,7 @@ class TritonConfig:
     workers: int  # programs of one head block that the chip holds at once
     overhead: int = 2  # what an item costs beside its blocks, in blocks
 
-    def plan(self, held: jax.Array) -> Work:
+    def plan(self, held: Any) -> Work:
         """The items for i32[B] tokens held: the same for every layer of a step, so worth making once."""
         return split_work(held, block=self.block_tokens, workers=self.workers, overhead=self.overhead)
 

@@ -11,7 +11,7 @@ model projects them to outputs in the heads' own width:
 
 Per key the second saves 2 (2 C - N - V) for every row that sees it, and pays 2 C (N + V): at DeepSeek-V3's widths it is
 ahead by FLOPs from 171 rows on, and with no history but the rows themselves always, for then there are as many keys to
-expand as rows to absorb.
+expand as rows to absorb. A program makes keys in chunks, and counts whole ones.
 """
 
 from dataclasses import dataclass, replace
@@ -137,7 +137,7 @@ def cheaper_form(call: Call, chip: str | None) -> str:
 
 
 def expansion_pays(call: Call, chip: str, pairs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`cheaper_form` at run time, bool[]: for `pairs` f32[] of rows and keys, and `tokens` f32[] of all sequences."""
+    """`cheaper_form` at run time, bool[]: `pairs` f32[] of rows and keys, and `tokens` f32[] whose keys are made."""
     absorbed, expanded = (
         sum(phase.traced_clocks(chip, FLOPS_PER_BYTE[chip]) for phase in phases(call, form, pairs, tokens))
         for form in FORMS

@@ -102,9 +102,9 @@ def mla_prefill(
             rows=q.shape[0], sequences=1, keys=0, tile=tile, heads=q.shape[1], latent=value_width,
             rotary=q.shape[-1] - w_uk.shape[-1], nope=w_uk.shape[-1], value=w_uv.shape[1], fp8=is_fp8(pool),
         )  # fmt: skip
-        held = expanded.tokens_seen(seen, own, pages.shape[0], tile)
-        pays = expansion_pays(call, target, seen.sum(dtype=jnp.float32), held.sum(dtype=jnp.float32))
         try:
+            made = expanded.tokens_made(expanded.tokens_seen(seen, own, pages.shape[0], tile), config_of("expanded"))
+            pays = expansion_pays(call, target, seen.sum(dtype=jnp.float32), made)
             return jax.lax.cond(pays, expanded_form, absorbed_form)
         except NotImplementedError:  # sizes that only the absorbed form takes
             return absorbed_form()

@@ -84,6 +84,13 @@ def tokens_seen(seen: jax.Array, sequence: jax.Array, sequences: int, tile: int)
     return jax.ops.segment_max(seen.reshape(-1, tile).max(1), sequence, sequences).clip(0)
 
 
+def tokens_made(held: jax.Array, config: ExpandedConfig) -> jax.Array:
+    """f32[]: tokens whose keys are made for sequences of `held` i32[S] tokens: whole blocks, in whole chunks."""
+    blocks = (-(-held // config.block_tokens)).sum()
+    chunks = -(-blocks // (config.chunk_tokens // config.block_tokens))
+    return chunks.astype(jnp.float32) * config.chunk_tokens
+
+
 def _gather(
     pool: jax.Array, pages: jax.Array, held: jax.Array, first: jax.Array, begin: jax.Array, blocks: int, L: int, C: int
 ) -> jax.Array:

@@ -37,7 +37,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128  # prompt tokens per step, all owners together
-    prefill_tile: int | None = None  # prompt rows that share one read of their history; None: 16, on GPUs up to 128
+    prefill_tile: int | None = None  # rows of a prompt that share a read of its history; None: 16, on GPUs up to 128
     decode_buckets: tuple[int, ...] = ()  # requests per step that decode programs are compiled for; () chooses
     block_size: int = 16  # tokens per page
     cp_interleave: int | None = None  # consecutive positions per rank where positions are dealt out; None: a page
@@ -125,12 +125,12 @@ class EngineConfig:
     def tile_of(self, attention_backend: str) -> int:
         """`prefill_tile`, or what it is by default for "gpu" or "xla".
 
-        A GPU's tensor cores want 64 rows of a head and more, which the expanded form takes from one tile; but no more
-        than an owner's share of a step.
+        A GPU's tensor cores want 64 rows of a head and more, which the expanded form takes from one tile. But a prompt
+        takes whole tiles: no more than a quarter of a device's share of a step, so that several prompts find room.
         """
         if self.prefill_tile is not None:
             return self.prefill_tile
-        share = self.max_num_batched_tokens // self.num_devices if attention_backend == "gpu" else 0
+        share = self.max_num_batched_tokens // (4 * self.num_devices) if attention_backend == "gpu" else 0
         return max(PREFILL_TILE, min(GPU_PREFILL_TILE, 1 << max(0, share.bit_length() - 1)))
 
     @property

@@ -4,6 +4,7 @@ Rows are laid out by owner group: decode rows, then tiles of prompt rows. Rows l
 position -1, which is never written, attended from, sampled or routed.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class Local(NamedTuple):
     first: Any  # [decode rows + 1]: the decode rows' `Work`; empty where no kernel wants it
 
 
+@functools.cache
 def _local_shapes(shapes: Shapes, layout: Layout, bucket: Bucket) -> Local:
     R, S, W = bucket.rows, bucket.sequences, shapes.table_width(layout)
     work = shapes.cut_decodes(layout, np.zeros(bucket.decode, np.int32))

@@ -166,7 +166,7 @@ def test_blackwell_is_softmax_attention(name):
     decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
     got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held, work=work)
     assert within(got, reference(case, given), "bfloat16")
-    assert some > len(case.lengths), "no row is split and no item is without work"
+    assert int(work.first[-1]) > len(case.lengths) or len(case.lengths) > 1, "a row alone is split in two"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:

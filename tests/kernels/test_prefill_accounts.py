@@ -20,6 +20,7 @@ from pallas_kernels.mla_prefill.account import (
     phases,
     tiles_or_rows,
 )
+from pallas_kernels.mla_prefill.expanded import ExpandedConfig, tokens_made
 from pallas_kernels.tile_account import L2_BYTES_PER_CLOCK
 from pallas_kernels.tuning import table
 from splash_jax.cost import load_hardware
@@ -78,6 +79,16 @@ def test_the_cheaper_form_follows_the_rows_that_share_a_history(chip):
     )
     assert 100 < turn < 400, "FLOPs alone would say 171"
     assert cheaper_form(CALL, None) == "absorbed"
+
+
+def test_a_short_prompt_does_not_pay_for_a_chunk_of_keys():
+    """Of 128 new tokens a program makes as many keys as of 4,096."""
+    config = ExpandedConfig(block_rows=128, block_tokens=128, warps=8, stages=2, chunk_tokens=4096)
+    for kept, pays in ((128, False), (4096, True)):
+        call, made = replace(CALL, rows=kept, keys=kept, tile=128), tokens_made(jnp.asarray([kept, 0]), config)
+        assert float(made) == 4096
+        assert bool(expansion_pays(call, "h200", jnp.float32(call.pairs), made)) == pays
+    assert float(tokens_made(jnp.asarray([129, 3968]), config)) == 8192, "a block that is begun is made whole"
 
 
 @pytest.mark.parametrize("chip", FLOPS_PER_BYTE)

@@ -8,7 +8,8 @@
 The best spills least. Of those that spill alike and whose accounts expect the least time, within what an account can
 tell apart (`search.CLOSE`), it has the most in hand on a multiprocessor, which waits least. What is tried, and what the
 account is asked about, stands in `scripts/tuning/`, a file per op. Nothing is timed: on a GPU
-`scripts/bench_kernels.py` tells how good the accounts are.
+`scripts/bench_kernels.py` tells how good the accounts are. Needs XLA's GPU compiler: `pip install -e '.[preflight]'
+-c constraints.txt`.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from tuning.search import Point, Space, choose, parts_of, point_of, spilled, tab
 
 from pallas_kernels.compiled import ptxas_version
 from pallas_kernels.tuning import table
+from splash_jax.errors import TargetError
 
 
 def known(op: str, chip: str, point: Point) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--keep", action="store_true", help="compile the table's own configurations only")
     parser.add_argument("--write", action="store_true", help="put the best into tuning.json")
     options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # the GPU compiler is asked by name; a GPU that happens to be here is not
     asked = {name: getattr(options, name) for name in Point._fields}
     print(f"{options.chip}, JAX {jax.__version__}, ptxas {ptxas_version()}")
     found, missed = {}, False
@@ -99,4 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TargetError as error:
+        sys.exit(f"error: {error}")

@@ -18,7 +18,7 @@ WAVES = 4  # items per worker, at most
 @partial(jax.tree_util.register_dataclass, data_fields=["items", "first"], meta_fields=["block", "workers"])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """N items over B rows, of JAX or numpy. The items of a row are consecutive; a row without history has one, empty."""
+    """N items over B rows, of JAX or numpy. Items of a row are consecutive; a row without history has one, empty."""
 
     # i32[N, 4]: row, first and last + 1 block of its history, and whether it is the row's only item.
     # Row is -1 where there is no item.

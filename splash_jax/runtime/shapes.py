@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.chip import CHIPS, chip_of
+from pallas_kernels.chip import chip_of
 from pallas_kernels.mla_decode import Work, plan_decode
+from pallas_kernels.tuning import table
 from splash_jax.errors import ConfigError
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.mla import latent_width
@@ -20,13 +21,14 @@ NOWHERE = 2**30  # beyond every pool: a write there is dropped
 def attention_kernels(asked: str, device_kind: str) -> tuple[str, str | None]:
     """`attention_backend` and `attention_chip` of `Shapes` for an engine's setting and the name of a device.
 
-    "auto" takes the kernels where that names a GPU that they know, and XLA elsewhere. Raises `ConfigError` where "gpu"
-    is asked for and it names none; an empty name is of devices that have not started.
+    "auto" takes the kernels where that names a GPU that they are tuned for, and XLA elsewhere. Raises `ConfigError`
+    where "gpu" is asked for and it names none; an empty name is of devices that have not started.
     """
-    chip = chip_of(device_kind)
+    chip, tuned = chip_of(device_kind), table("mla_decode")
+    chip = chip if chip and chip.name in tuned else None
     if asked == "gpu" and device_kind and chip is None:
         raise ConfigError(
-            f'attention_backend "gpu" has kernels for {", ".join(CHIPS)}, and this is {device_kind}. '
+            f'attention_backend "gpu" has kernels for {", ".join(tuned)}, and this is {device_kind}. '
             f'Use "auto" or "xla".'
         )
     backend = ("gpu" if chip else "xla") if asked == "auto" else asked

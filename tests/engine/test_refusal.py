@@ -18,6 +18,7 @@ from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import room_on_devices, start_devices
 from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
 from splash_jax.ownership.footprint import IN_TRANSIT
+from splash_jax.runtime.shapes import attention_kernels
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
 from tests.support import SMALL, assert_all_free, make_llm, write_checkpoint
 
@@ -471,9 +472,12 @@ def test_a_setting_that_there_is_not(small: Path, name: str, words: str) -> None
 def test_attention_kernels_are_refused_where_there_are_none(small: Path) -> None:
     with pytest.raises(ConfigError, match="attention_backend must be one of auto, gpu, xla, got 'cuda'"):
         make_llm(small, num_devices=1, layouts=("tp",), attention_backend="cuda")
-    words = 'attention_backend "gpu" has kernels for h100, h200, b200, and this is cpu. Use "auto" or "xla"'
+    words = 'attention_backend "gpu" has kernels for h200, b200, and this is cpu. Use "auto" or "xla"'
     with pytest.raises(ConfigError, match=re.escape(words)):
         make_llm(small, num_devices=1, layouts=("tp",), attention_backend="gpu")
+    assert attention_kernels("auto", "NVIDIA H100 80GB HBM3") == ("xla", None), "known, but tuned for by no table"
+    assert attention_kernels("auto", "NVIDIA H200") == attention_kernels("gpu", "NVIDIA H200") == ("gpu", "h200")
+    assert attention_kernels("xla", "NVIDIA H200") == ("xla", None)
 
 
 def test_progress_is_told_unless_nobody_wants_it(small: Path, capfd: pytest.CaptureFixture[str]) -> None:

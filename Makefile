@@ -11,7 +11,7 @@ MADE_FROM := pyproject.toml constraints.txt
 # Collectives on virtual CPU devices deadlock without a wide thread pool; JAX reads NPROC when it starts.
 TEST_ENV = NPROC=32 JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow test-b200 lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,6 +25,9 @@ test: $(FULL) ## the fast tests
 
 test-slow: $(FULL) ## the slow tests
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow || [ $$? -eq 5 ] # 5: there are none
+
+test-b200: $(FULL) ## the slow tests of kernels for B200: they need JAX 0.11, and so Python 3.12
+	@$(TEST_ENV) $(BIN)/python -m pytest -m slow -k "b200 or blackwell" tests/kernels
 
 lint: $(FULL) ## ruff and pyright
 	@$(BIN)/ruff check .

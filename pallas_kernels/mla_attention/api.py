@@ -50,6 +50,15 @@ def mla_attention(
     Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; with `heads` its values, as wide as `w_uv` makes them.
     (0, -inf) for a row that sees nothing here.
     """
+    if backend not in IMPLEMENTATIONS:
+        raise ValueError(f"mla_attention has no backend {backend!r}; it has: {', '.join(IMPLEMENTATIONS)}.")
+    if heads is not None:
+        (H, C, N), rotary = heads.w_uk.shape, pool.shape[-1] - value_width
+        if heads.w_uv.shape[::2] != (H, C) or (H, C, N + rotary) != (q.shape[1], value_width, q.shape[2]):
+            raise ValueError(
+                f"queries {list(q.shape)} over {value_width} latent and {rotary} rotary columns do not go with w_uk "
+                f"{list(heads.w_uk.shape)} and w_uv {list(heads.w_uv.shape)}."
+            )
     rows, seqs = q.shape[0], table.pages.shape[0]
     tiles = (rows - seqs) // (tile - 1) if tile > 1 else 0
     if rows != seqs - tiles + tiles * tile:

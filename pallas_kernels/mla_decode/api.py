@@ -11,7 +11,7 @@ import jax
 from pallas_kernels.chip import CHIPS, known_chip, target_chip
 from pallas_kernels.mla_decode import blackwell, hopper, ref, triton
 from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
-from pallas_kernels.mla_decode.tuning import config_for
+from pallas_kernels.mla_decode.tuning import CONFIGS, config_for
 from pallas_kernels.mla_decode.work import Work
 from pallas_kernels.select import run_first
 
@@ -56,11 +56,16 @@ def mla_decode(
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
     _check(q, pool, pages, held, value_width)
+    if work is not None and work.first.shape[0] != q.shape[0] + 1:
+        raise ValueError(f"work was cut for {work.first.shape[0] - 1} rows, but there are {q.shape[0]} queries.")
     target = target_chip(chip)
 
     def gpu(kernel: Any, name: str) -> Any:
         def call(*args: Any) -> tuple[jax.Array, jax.Array]:
             chosen = config or config_for(known_chip(target, name), name, _rows(pool), q.shape[1])
+            if not isinstance(chosen, CONFIGS[name]):
+                told = f"{name} takes a {CONFIGS[name].__name__}, not a {type(chosen).__name__}"
+                raise NotImplementedError(told) if backend is None else ValueError(f"{told}.")
             cut = work
             if work is not None and (work.block, work.workers) != (chosen.block_tokens, chosen.workers):
                 if backend is not None:
@@ -130,7 +135,9 @@ def _rows(pool: jax.Array) -> str:
 
 
 def _check(q: jax.Array, pool: jax.Array, pages: jax.Array, held: jax.Array, value_width: int) -> None:
-    (B, _, D), width = q.shape, pool.shape[-1]
+    (B, H, D), width = q.shape, pool.shape[-1]
+    if not B or not H:
+        raise ValueError(f"there is nothing to attend from: {B} query rows of {H} heads.")
     if not 0 < value_width < D:
         raise ValueError(f"the latent width {value_width} is not inside the row of {D} columns.")
     wanted = fp8_row_bytes(value_width, D - value_width) if is_fp8(pool) else D

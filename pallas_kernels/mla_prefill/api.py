@@ -60,7 +60,7 @@ def mla_prefill(
         the program itself; else, and where the chip is unknown, "absorbed".
       backend: "triton" or "ref"; None takes the first that accepts: "ref" where the chip is none of CHIPS.
       chip: a key of CHIPS that the program is compiled for; None is the default device's.
-      config: of the form, `TileConfig` or `ExpandedConfig`; None is the tuning table's.
+      config: of the form, `TileConfig` or `ExpandedConfig`; None is the tuning table's. Without `form` it says which.
       interpret: run the kernel without a GPU, slowly.
 
     Returns f32[R, H, C] and its log-sum-exp, base e, f32[R, H]; with the weights f32[R, H, V]. (0, -inf) for a row that
@@ -68,6 +68,11 @@ def mla_prefill(
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
     _check(q, pool, pages, seen, tile, value_width, sequence, w_uk, w_uv, form)
+    if config is not None:
+        of = "expanded" if isinstance(config, expanded.ExpandedConfig) else "absorbed"
+        if form not in (None, of):
+            raise ValueError(f"a {type(config).__name__} is of the {of} form, not of the {form} one.")
+        form = of
     target = target_chip(chip)
     tiles = seen.shape[0] // tile
     own = jnp.arange(tiles, dtype=jnp.int32) if sequence is None else sequence

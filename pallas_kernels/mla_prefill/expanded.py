@@ -56,6 +56,11 @@ def attend(
     V, rotary, L = w_uv.shape[1], D - N, config.block_tokens
     M = min(config.block_rows, tile)
     check_sizes({"key width": N, "rotary width": rotary, "value width": V, "tile": tile, "block of tokens": L})
+    if tile % M or config.chunk_tokens % L or config.chunk_tokens < L:
+        raise NotImplementedError(
+            f"blocks are taken whole: tiles of {tile} rows in blocks of {M}, chunks of {config.chunk_tokens} tokens in "
+            f"blocks of {L}."
+        )
     cast = jnp.bfloat16 if is_fp8(pool) else pool.dtype
     if cast == jnp.float32 and not interpret:
         raise NotImplementedError("float32 keys do not fit in shared memory: give BF16 or FP8 rows.")

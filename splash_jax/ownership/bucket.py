@@ -17,6 +17,11 @@ class Bucket:
         return self.decode + self.tiles * self.tile
 
     @property
+    def single_rows(self) -> int:
+        """Rows, the first ones, that are a sequence each: a tile of one row is no different from a single row."""
+        return self.rows if self.tile == 1 else self.decode
+
+    @property
     def sequences(self) -> int:
         """Runs of rows of one request: at most one row of each is sampled."""
         return self.decode + self.tiles

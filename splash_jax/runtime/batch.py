@@ -89,7 +89,7 @@ class Local(NamedTuple):
 @functools.cache
 def _local_shapes(shapes: Shapes, layout: Layout, bucket: Bucket) -> Local:
     R, S, W = bucket.rows, bucket.sequences, shapes.table_width(layout)
-    work = shapes.cut_decodes(layout, np.zeros(bucket.decode, np.int32))
+    work = shapes.cut_decodes(layout, np.zeros(bucket.single_rows, np.int32))
     items, first = ((0, 4), (0,)) if work is None else (work.items.shape, work.first.shape)
     return Local(write=(R,), pages=(S, W), held=(S,), lag=(S,), items=items, first=first)
 
@@ -168,7 +168,7 @@ def _cut_decodes(shapes: Shapes, layout: Layout, bucket: Bucket, views: Sequence
     """Fill in every rank's work: a decode row sees all that is held of it. Ranks that hold the same are cut alike."""
     known: dict[bytes, Any] = {}
     for view in views:
-        held = view.held[: bucket.decode]
+        held = view.held[: bucket.single_rows]
         if (key := held.tobytes()) not in known:
             known[key] = shapes.cut_decodes(layout, held)
         if (work := known[key]) is not None:

@@ -44,7 +44,7 @@ class Step:
         stored: list[jax.Array] = []
 
         def kernel(q: jax.Array, heads: HeadWeights | None = None) -> tuple[jax.Array, jax.Array]:
-            work = shapes.cut_decodes(self.layout, np.zeros(bucket.decode, np.int32))
+            work = shapes.cut_decodes(self.layout, np.zeros(bucket.single_rows, np.int32))
             return mla_attention(
                 q,
                 own_positions,

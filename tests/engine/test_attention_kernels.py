@@ -28,10 +28,16 @@ def oracle(kernel: Any, *args: Any, backend: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["tp", "dop", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in ("tp", "dop"))],
+    ("layout", "tile"),
+    [
+        ("tp", None),
+        ("dop", 1),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in LAYOUTS if name != "tp"),
+    ],
 )
-def test_kernels_get_all_that_a_step_has(small: Path, llm: LLM, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_get_all_that_a_step_has(
+    small: Path, llm: LLM, layout: str, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of several tiles, and rows that decode beside them, in an engine that takes its devices for H200s.
 
     Heads keep their own widths where nothing is exchanged; elsewhere queries cross as they meet latents.
@@ -54,14 +60,15 @@ def test_kernels_get_all_that_a_step_has(small: Path, llm: LLM, layout: str, mon
     monkeypatch.setattr(gpu.prefill, "mla_prefill", prefill)
     for kernel in (gather_pages, scatter_pages):
         monkeypatch.setattr(pages, kernel.__name__, partial(oracle, kernel))
-    ours = make_llm(small, layout=layout, layouts=(layout,))
+    ours = make_llm(small, layout=layout, layouts=(layout,), prefill_tile=tile)
     expected = go(llm, layout).generate(mixed_prompts(3), greedy(8, logprobs=2))
     for a, b in zip(ours.generate(mixed_prompts(3), greedy(8, logprobs=2)), expected, strict=True):
         assert max_logprob_difference(a, b) <= TOLERANCE
         if smallest_gap([b]) > GAP:
             assert a.outputs[0].token_ids == b.outputs[0].token_ids
     local = make_layout(layout, {"rank": 4}).attends_locally
-    assert asked and all((options["sequence"] is not None, "w_uk" in options) == (local, local) for options in asked)
+    assert bool(asked) == (tile != 1), "rows of prompts in tiles of one are decode rows"
+    assert all((options["sequence"] is not None, "w_uk" in options) == (local, local) for options in asked)
 
 
 def test_the_tiles_of_a_request_name_its_first():

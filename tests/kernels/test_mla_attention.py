@@ -266,6 +266,19 @@ def test_with_their_weights_heads_keep_their_own_widths(backend, chip, monkeypat
         assert options["sequence"] is prompts and options["w_uk"].shape == (H, V, 2)
 
 
+def test_backends_and_weights_that_are_not_there_are_refused():
+    given = inputs("one tile")
+    table = PageTable(given["pages"], given["held"], given["lag"])
+    attend = partial(
+        mla_attention, given["q"], given["positions"], given["pool"], table, value_width=V, tile=4, shares=1,
+        interleave=PAGE,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="mla_attention has no backend 'triton'; it has: gpu, xla, ref"):
+        attend(backend="triton")
+    with pytest.raises(ValueError, match=r"queries \[4, 3, 10\] over 7 latent and 3 rotary columns do not go"):
+        attend(heads=HeadWeights(jnp.zeros((H, V, 2)), jnp.zeros((H, 4, V))))
+
+
 def test_shapes_that_do_not_split_are_refused():
     given = inputs("tiles and decode rows")
     table = PageTable(given["pages"], given["held"], given["lag"])

@@ -276,6 +276,16 @@ def test_work_of_another_configuration_is_refused():
         run("one page is four tokens", jnp.float32, backend="triton", config=SMALL, work=other, interpret=True)
 
 
+def test_work_and_configurations_that_are_another_s_are_refused():
+    name = "one page is four tokens"
+    given, _ = problem(name)
+    few = SMALL.plan(jnp.asarray(given.held[:2]))
+    with pytest.raises(ValueError, match="work was cut for 2 rows, but there are 7 queries"):
+        run(name, jnp.float32, backend="triton", config=SMALL, work=few, interpret=True)
+    with pytest.raises(ValueError, match="triton takes a TritonConfig, not a HopperConfig"):
+        run(name, jnp.float32, backend="triton", config=HopperConfig(stages=2, workers=1), interpret=True)
+
+
 def test_the_table_serves_every_number_of_heads():
     assert set(table("mla_decode")) == {"h200", "b200"}
     for chip in table("mla_decode"):

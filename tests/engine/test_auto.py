@@ -49,7 +49,8 @@ def log(profile: Path) -> Path:
 
 @pytest.fixture
 def auto(llm: LLM, profile: Path, log: Path) -> Iterator[LLM]:
-    """The shared engine, all of whose programs are there, with a policy at its wheel for one test."""
+    """The shared engine, all of whose programs are there, from tp on with a policy at its wheel for one test."""
+    go(llm, "tp")
     engine = llm.engine
     settings = replace(engine.config, policy=POLICY, hardware=profile, decision_log=log)
     engine.pilot = Pilot(replace(engine.blueprint, config=settings), profile_of(settings))

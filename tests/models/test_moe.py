@@ -229,7 +229,7 @@ def test_identity_experts_return_scale_times_the_row_and_the_shared_one_adds_one
         "attn_norm": ones,
         "mlp_norm": ones,
         "attn": {},
-        "moved": {},
+        "moved": {"w_uk": None, "w_uv": None},
         "moe": None,
         "shared": None,
     }

@@ -26,8 +26,8 @@ test: $(FULL) ## the fast tests
 test-slow: $(FULL) ## the slow tests
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow || [ $$? -eq 5 ] # 5: there are none
 
-test-b200: $(FULL) ## the slow tests of kernels for B200: they need JAX 0.11, and so Python 3.12
-	@$(TEST_ENV) $(BIN)/python -m pytest -m slow -k "b200 or blackwell" tests/kernels
+test-b200: $(FULL) ## the slow tests of kernels that need JAX 0.11, and so Python 3.12: B200's, and interpreted Mosaic GPU
+	@$(TEST_ENV) $(BIN)/python -m pytest -m slow -k "b200 or blackwell or makes_bf16 or race" tests/kernels
 
 lint: $(FULL) ## ruff and pyright
 	@$(BIN)/ruff check .

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.blackwell_kernel import COLUMNS, HALVES, HEADS, TOKENS, WARPGROUPS, attend
 from pallas_kernels.mla_decode.formats import is_fp8
-from pallas_kernels.mla_decode.mosaic import interpret_params
+from pallas_kernels.mla_decode.mosaic import interpret_params, refuse_pages
 from pallas_kernels.mla_decode.work import Work, split_work
 
 TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
@@ -85,10 +85,7 @@ def decode(
             f"a latent width of {value_width} and a rotary width of {rotary} take {tmem_columns(value_width, rotary)} "
             f"columns of tensor memory, which has {TMEM_COLUMNS}: take the triton backend."
         )
-    if page_size % TOKENS and (TOKENS % page_size or page_size % 8):
-        raise NotImplementedError(
-            f"TMA copies blocks of {TOKENS} tokens: pages of 8, 16, 32 or multiples of {TOKENS}, not {page_size}."
-        )
+    refuse_pages(page_size, TOKENS)
     if config.stages < 2 or config.tiles < 1:
         raise NotImplementedError(
             "a block waits for its values while the next one's logits are made: give at least 2 stages and 1 tile, not "

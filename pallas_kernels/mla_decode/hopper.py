@@ -19,7 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import hopper_fp8, triton
 from pallas_kernels.mla_decode.formats import GROUP, is_fp8
-from pallas_kernels.mla_decode.mosaic import add_product, interpret_params, laid, masked_logits, over, zero_rows
+from pallas_kernels.mla_decode.mosaic import (
+    add_product,
+    interpret_params,
+    laid,
+    masked_logits,
+    over,
+    refuse_pages,
+    zero_rows,
+)
 from pallas_kernels.mla_decode.work import Work, split_work
 
 LOG2E = math.log2(math.e)
@@ -84,10 +92,7 @@ def decode(
             f"a warpgroup keeps whole groups of {GROUP} columns, which share a scale: FP8 rows of a latent width in "
             f"steps of {WARPGROUPS * GROUP}, not {value_width}."
         )
-    if page_size % TOKENS and (TOKENS % page_size or page_size % 8):
-        raise NotImplementedError(
-            f"TMA copies blocks of {TOKENS} tokens: pages of 8, 16, 32 or multiples of {TOKENS}, not {page_size}."
-        )
+    refuse_pages(page_size, TOKENS)
     interpret_params(interpret)
     padded = -(-heads // HEADS) * HEADS
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, padded - heads), (0, 0)))

@@ -27,6 +27,14 @@ def interpret_params(interpret: bool, **options: Any) -> Any:
     return getattr(plgpu, INTERPRETER)(**options)
 
 
+def refuse_pages(page_size: int, block: int) -> None:
+    """Refuse pages that a block of so many tokens is not made of, or no part of, in whole rows of a swizzle."""
+    if page_size % block and (block % page_size or page_size % 8):
+        raise NotImplementedError(
+            f"TMA copies blocks of {block} tokens: pages of 8, 16, 32 or multiples of {block}, not {page_size}."
+        )
+
+
 def turned(ref: Any) -> Any:
     """[a, b] seen as [b, a]; JAX 0.10 has a function for it, 0.12 a method."""
     return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))

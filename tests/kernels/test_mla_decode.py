@@ -166,7 +166,7 @@ def test_blackwell_is_softmax_attention(name):
     decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
     got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held, work=work)
     assert within(got, reference(case, given), "bfloat16")
-    assert int(work.first[-1]) > len(case.lengths) or len(case.lengths) > 1, "a row alone is split in two"
+    assert (int(work.first[-1]) > len(case.lengths)) == (max(case.lengths) > 64), "rows of several blocks are split"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:
@@ -220,15 +220,21 @@ SCALE_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", SCALE_MUTANTS)
-@pytest.mark.parametrize("case", [CASES["fp8"], *HOPPER_FP8.values()], ids=["triton", *HOPPER_FP8])
+@pytest.mark.parametrize(
+    ("case", "mutant"),
+    [
+        pytest.param(case, mutant, id=f"{name}-{mutant}")
+        for name, case in {"triton": CASES["fp8"], **HOPPER_FP8}.items()
+        for mutant in SCALE_MUTANTS
+        if not (case.page_size == 8 and "eight rows" in mutant)  # the same row of a page of eight
+    ],
+)
 def test_scales_of_fp8_rows_matter(case, mutant):
     """A kernel that mixed up scales would be seen, in every case that one is tested with."""
     given, V = make(case), case.latent
     mixed = given.pool.copy()
     mixed[..., V : V + V // 32] = SCALE_MUTANTS[mutant](given.pool[..., V : V + V // 32])
-    if (mixed == given.pool).all():
-        pytest.skip("a page of eight tokens is the same eight rows on")
+    assert (mixed != given.pool).any()
     numbers = np.nan_to_num(np.asarray(unpack_fp8(jnp.asarray(mixed), V)), nan=0.0)
     rows = np.where(np.isnan(given.rows), np.nan, numbers)
     assert not within(reference(case, given._replace(rows=rows)), reference(case, given), "fp8")

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.formats import GROUP
+from pallas_kernels.mla_decode.formats import GROUP, Fp8Views
 from pallas_kernels.mla_decode.mosaic import laid, load, over, zero_rows
 
 TOKENS = 64  # of a block
@@ -33,6 +33,19 @@ def _by_token(columns: int) -> Any:
 LATENT, ROTARY = _by_token(GROUP), _by_token(COLUMNS)  # 16 and 8 bytes of BF16 a lane: no two of a row meet in a bank
 
 
+def convert_rows(
+    pages: Any, pools: Any, row: jax.Array, length: jax.Array, begin: jax.Array, end: jax.Array, nth0: jax.Array,
+    *, page_size: int, value_width: int, rotary: int, interpreted: bool, latent: Any, rope: Any, here: Any, done: Any,
+    **_: Any,
+) -> None:  # fmt: skip
+    """`bring` of `hopper_kernel.attend` for FP8 rows, of which `pools` are the views."""
+    converter = Converter(
+        pool=Fp8Views(*pools), pages=pages, row=row, length=length, page_size=page_size, value_width=value_width,
+        rotary=rotary, interpreted=interpreted,
+    )  # fmt: skip
+    converter.run(begin, end, nth0, latent, rope, here, done)
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converter:
@@ -47,10 +60,13 @@ class Converter:
     rotary: int  # columns
     interpreted: bool
 
-    def run(self, begin: jax.Array, end: jax.Array, latent: Any, rope: Any, here: Any, done: Any) -> None:
+    def run(
+        self, begin: jax.Array, end: jax.Array, nth0: jax.Array, latent: Any, rope: Any, here: Any, done: Any
+    ) -> None:
         """Every block from `begin` to `end`, as soon as its stage is free.
 
         Args:
+          nth0: blocks that went through the stages before.
           latent: bf16[stages, HALVES, TOKENS, half], swizzled, in shared memory.
           rope: bf16[stages, TOKENS, rotary], likewise.
           here, done: barriers of the stages: this arrives at one and waits for the other.
@@ -61,11 +77,12 @@ class Converter:
 
         def block(i: jax.Array, carry: Any) -> Any:
             places, found = carry
-            slot = lax.rem(i - begin, stages)
+            nth = nth0 + i - begin
+            slot = lax.rem(nth, stages)
             pl.when(i + BLOCKS_AHEAD < end)(lambda: self._to_l2(self._places(i + BLOCKS_AHEAD)))
             following = self._places(jnp.minimum(i + 1, end - 1))
 
-            @pl.when(i - begin >= stages)
+            @pl.when(nth >= stages)
             def _() -> None:
                 plgpu.barrier_wait(done.at[slot])
 

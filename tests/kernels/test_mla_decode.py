@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from pallas_kernels.mla_decode import (
     TritonConfig,
     fp8_row_bytes,
     hopper,
-    hopper_fp8,
+    hopper_kernel,
     mla_decode,
     pack_fp8,
     plan_decode,
@@ -81,12 +82,10 @@ HOPPER = {
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper_is_softmax_attention(name):
-    """Ragged, empty, split in two and poisoned; every copy, barrier and product of logits as the kernel issues them."""
+    """Ragged, empty, split, several items of a program, poisoned; every copy and barrier as the kernel issues them."""
     case = HOPPER[name]
     given = make(case)
-    config = HopperConfig(stages=2, workers=2)
-    decode = partial(mla_decode, value_width=128, backend="hopper", config=config, interpret=True)
-    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
+    got = hopper_decode(case, given, HopperConfig(stages=2, workers=2))
     assert within(got, reference(case, given), "bfloat16")
 
 
@@ -99,13 +98,13 @@ HOPPER_FP8 = {
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
 @pytest.mark.parametrize(
-    "name", ["pages of half a block", "pages of two blocks", pytest.param("pages of an eighth", marks=pytest.mark.slow)]
+    "name", [name if name in HOPPER else pytest.param(name, marks=pytest.mark.slow) for name in HOPPER_FP8]
 )
 def test_hopper_makes_bf16_of_fp8_rows(name):
     """Ragged, empty, split, or three blocks of one item over two stages; free slots hold NaN values and NaN scales."""
     case = HOPPER_FP8[name]
     given = make(case)
-    got = hopper_fp8_decode(case, given, overhead=0 if len(case.lengths) > 2 else 4)
+    got = hopper_decode(case, given, HopperConfig(stages=2, workers=2))
     assert within(got, reference(case, given), "fp8")
     empty = np.asarray(case.lengths) == 0
     assert (np.asarray(got[0])[empty] == 0).all() and (np.asarray(got[1])[empty] == -np.inf).all()
@@ -113,32 +112,34 @@ def test_hopper_makes_bf16_of_fp8_rows(name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
-def test_no_two_warpgroups_race(monkeypatch):
-    """Every stage is used twice: each access of shared memory is ordered by a barrier with the one before it."""
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_no_two_warpgroups_race(monkeypatch, fp8):
+    """One program, three items after each other, the last of which uses every stage twice: each access of shared
+    memory is ordered by a barrier with the one before it.
+    """
     interpreter = import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
-    params = vars(hopper_fp8.plgpu)["InterpretGPUParams"](detect_races=True)
-    monkeypatch.setattr(hopper_fp8, "interpret_params", lambda interpret: params if interpret else None)
-    case = Case(lengths=(250,), latent=256, rotary=64, heads=64, page_size=64, fp8=True)
-    hopper_fp8_decode(case, make(case), overhead=4)
+    params = vars(hopper.plgpu)["InterpretGPUParams"](detect_races=True)
+    monkeypatch.setattr(hopper, "interpret_params", lambda interpret: params if interpret else None)
+    case = Case(lengths=(70, 0, 250), latent=256, rotary=64, heads=64, page_size=64, fp8=fp8)
+    given = make(case)
+    got = hopper_decode(case, given, HopperConfig(stages=2, workers=1))
+    assert within(got, reference(case, given), "fp8" if fp8 else "bfloat16")
     assert not interpreter.get_races().races_found
 
 
-def hopper_fp8_decode(case: Case, given: Given, overhead: int) -> tuple[jax.Array, jax.Array]:
-    config = HopperConfig(stages=2, workers=1, overhead=overhead)
+def hopper_decode(case: Case, given: Given, config: HopperConfig) -> tuple[jax.Array, jax.Array]:
+    pool = jnp.asarray(given.pool) if case.fp8 else as_bf16(given.pool)
     decode = partial(mla_decode, value_width=case.latent, backend="hopper", config=config, interpret=True)
-    return jax.jit(decode)(as_bf16(given.q), jnp.asarray(given.pool), given.pages, given.held)
+    return jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held)
 
 
 def test_registers_of_warpgroups_are_those_that_a_program_has():
     """A warpgroup that asked for more than the others leave would wait for them for ever."""
-    for rows, of_warpgroups in (
-        ("plain", (hopper.COPYING, hopper.COMPUTING, hopper.COMPUTING)),
-        ("fp8", tuple(hopper_fp8.REGISTERS.values())),
-    ):
-        for heads in (64, 128):
-            evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
-            assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
-            assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
+    of_warpgroups = hopper_kernel.REGISTERS.values()
+    assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
+    for rows, heads in product(("plain", "fp8"), (64, 128)):
+        evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
+        assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
 
 
 BLACKWELL = {

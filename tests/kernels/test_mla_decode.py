@@ -121,9 +121,7 @@ def test_no_two_warpgroups_race(monkeypatch, fp8):
     params = vars(hopper.plgpu)["InterpretGPUParams"](detect_races=True)
     monkeypatch.setattr(hopper, "interpret_params", lambda interpret: params if interpret else None)
     case = Case(lengths=(70, 0, 250), latent=256, rotary=64, heads=64, page_size=64, fp8=fp8)
-    given = make(case)
-    got = hopper_decode(case, given, HopperConfig(stages=2, workers=1))
-    assert within(got, reference(case, given), "fp8" if fp8 else "bfloat16")
+    hopper_decode(case, make(case), HopperConfig(stages=2, workers=1))
     assert not interpreter.get_races().races_found
 
 

@@ -141,7 +141,7 @@ def test_registers_of_warpgroups_are_those_that_a_program_has():
 
 
 BLACKWELL = {
-    "pages of half a block": Case(lengths=(0, 200), latent=128, rotary=64, heads=40, page_size=32),
+    "pages of half a block": Case(lengths=(70, 0, 130), latent=128, rotary=64, heads=40, page_size=32),
     "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
     "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
     "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
@@ -159,13 +159,9 @@ def test_blackwell_is_softmax_attention(name):
     config = BlackwellConfig(stages=2, tiles=3, workers=2)
     if name == "what the table is for":
         config = replace(config_for("b200", "blackwell", "plain", 128), workers=2)
-    work = config.plan(jnp.asarray(given.held))
-    some = int(work.first[-1]) + (name != next(iter(BLACKWELL)))  # interpreting an item that does not exist takes long
-    work = replace(work, items=work.items[:some])
     decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
-    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held, work=work)
+    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
     assert within(got, reference(case, given), "bfloat16")
-    assert (int(work.first[-1]) > len(case.lengths)) == (max(case.lengths) > 64), "rows of several blocks are split"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:

@@ -1,7 +1,9 @@
 """Split-KV: ragged histories cut into items, so that few long ones fill a GPU too.
 
-A program takes one item, of nearly equal lengths (`split_work`), or stays and takes several in turn, which together are
-as long as any other program's (`split_evenly`). Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. In a
+A program takes one item, of nearly equal length (`split_work`), or is persistent and takes several in turn, which
+together are as long as any other program's (`split_evenly`).
+
+Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. In a
 program sums over comparisons stand where a search or a running sum would be loops of launches.
 """
 

@@ -41,7 +41,8 @@ def test_kernels_get_all_that_a_step_has(
 ) -> None:
     """Prompts of several tiles, and rows that decode beside them, in an engine that takes its devices for H200s.
 
-    Triton's programs take an item each, Hopper's several, which more heads than these would go to. Heads keep their own widths where nothing is exchanged; elsewhere queries cross as they meet latents.
+    Triton's programs take an item each; Hopper's, which more heads than these would go to, several. Heads keep their
+    own widths where nothing is exchanged; elsewhere queries cross as they meet latents.
     """
     asked: list[dict[str, Any]] = []
 

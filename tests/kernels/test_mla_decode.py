@@ -314,7 +314,9 @@ def test_rows_are_cut_only_where_that_ends_sooner(held, workers, items):
 def test_work_of_another_configuration_is_refused():
     given, _ = problem("one page is four tokens")
     other = plan_decode(jnp.asarray(given.held), heads=16, fp8=False, chip="h200")
-    with pytest.raises(ValueError, match="blocks of 64 for 264 workers, but triton takes blocks of 16 for 3 workers here: plan"):
+    with pytest.raises(
+        ValueError, match="for 264 workers, but triton takes blocks of 16 for 3 workers here: plan it with"
+    ):
         run("one page is four tokens", jnp.float32, backend="triton", config=SMALL, work=other, interpret=True)
 
 

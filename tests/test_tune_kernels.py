@@ -113,7 +113,7 @@ def test_what_nothing_fits_is_told_and_not_written(tune, monkeypatch, tmp_path, 
     [
         (
             "--op mla_prefill --chip b200 --backend hopper",
-            "no backend hopper on the b200; there are: absorbed, expanded",
+            "no backend hopper on the b200; there are: absorbed",
         ),
         ("--chip h200 --heads 64 999", "no heads 999 on the h200; there are: 16, 32, 64, 128"),
         (

@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode.blackwell_fp8 import convert
+from pallas_kernels.mla_decode.formats import Fp8Views
 from pallas_kernels.mla_decode.mosaic import load, over
 
 LOG2E = math.log2(math.e)
@@ -22,13 +24,22 @@ COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds, and of a tile
 HALVES = 2  # of the latent's columns, one a program
 WARPGROUPS = 3
 COPY, MULTIPLY, SOFTMAX = range(WARPGROUPS)
+# Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
+# warpgroup that asks for more than the others gave back would wait for ever.
+REGISTERS = {COPY: 96, MULTIPLY: 96, SOFTMAX: 240}
+CONVERTER_REGISTERS = 168  # of COPY, where it makes BF16 of FP8 rows
 
 
 def attend(
-    items: Any, pages: Any, held: Any, q: Any, pool: Any, out: Any, out_lse: Any, part: Any, part_lse: Any,
-    *, page_size: int, value_width: int, **scratch: Any,
+    items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int, **scratch: Any,
 ) -> None:  # fmt: skip
-    """One program of `blackwell._items`, which says what `scratch` is: an item, HEADS heads, half of the columns."""
+    """One program of `blackwell._items`, which says what `scratch` is: an item, HEADS heads, half of the columns.
+
+    Args:
+      refs: the pool, or the three views of one of FP8 rows; the outputs; the parts.
+    """
+    *pool, out, out_lse, part, part_lse = refs
+    fp8 = len(pool) > 1
     item, wg = lax.axis_index("item"), lax.axis_index("wg")
     half = lax.rem(lax.axis_index("part"), HALVES)
     heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
@@ -44,21 +55,25 @@ def attend(
 
     @pl.when(wg == COPY)
     def _() -> None:
-        plgpu.set_max_registers(96, action="decrease")
+        plgpu.set_max_registers(CONVERTER_REGISTERS if fp8 else REGISTERS[COPY], action="decrease")
 
         @for_item
         def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
             plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
-            _copy(pages, pool, row, begin, end, length, own, firsts, page_size=page_size, **scratch)
+            if fp8:
+                widths = {"page_size": page_size, "value_width": value_width, "rotary": q.shape[2] - value_width}
+                convert(pages, Fp8Views(*pool), row, begin, end, length, half, **widths, **scratch)
+            else:
+                _copy(pages, pool[0], row, begin, end, length, own, firsts, page_size=page_size, **scratch)
 
     @pl.when(wg == MULTIPLY)
     def _() -> None:
-        plgpu.set_max_registers(96, action="decrease")
+        plgpu.set_max_registers(REGISTERS[MULTIPLY], action="decrease")
         for_item(lambda row, begin, end, length: _multiply(end - begin, len(firsts), **scratch))
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(REGISTERS[SOFTMAX], action="increase")
 
         @for_item
         def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:

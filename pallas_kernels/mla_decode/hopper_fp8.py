@@ -10,6 +10,7 @@ softmax and next logits.
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,13 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.formats import Fp8Views, fp8_views
-from pallas_kernels.mla_decode.hopper_rows import COLUMNS, HALVES, TOKENS, Converter
-from pallas_kernels.mla_decode.mosaic import add_product, interpret_params, laid, load, masked_logits, over
+from pallas_kernels.mla_decode.formats import GROUP, Fp8Views, fp8_views
+from pallas_kernels.mla_decode.fp8_rows import COLUMNS, TOKENS, Converter, Part
+from pallas_kernels.mla_decode.mosaic import add_product, interpret_params, laid, load, masked_logits, over, zero_rows
 from pallas_kernels.mla_decode.work import Work
 
 LOG2E = math.log2(math.e)
 HEADS = 64  # of a block
+HALVES = 2  # of the latent columns in shared memory
 LEADER, FOLLOWER, CONVERTER = 0, 1, 2
 # Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
 # warpgroup that asks for more than the others gave back would wait for ever.
@@ -79,6 +81,42 @@ def items(
     return list(kernel(work.items, pages, held, q, *fp8_views(pool)))
 
 
+def _parts(latent: Any, rope: Any, here: Any, done: Any, interpreted: bool) -> list[Part]:
+    """Of a row, for a stage: the first waits until it is free, the last tells that it is full."""
+    stages, half = latent.shape[0], latent.shape[3]
+
+    def slot(nth: Any) -> Any:
+        return lax.rem(nth, stages)
+
+    def to(group: int) -> Any:
+        which, inside = divmod(group * GROUP, half)
+
+        def put(nth: Any, tokens: Any, column: int, numbers: jax.Array) -> None:
+            latent[slot(nth), which, tokens, pl.ds(inside + column, GROUP)] = numbers
+
+        return put
+
+    def put_rope(nth: Any, tokens: Any, column: int, numbers: jax.Array) -> None:
+        rope[slot(nth), tokens, pl.ds(column, COLUMNS)] = numbers
+
+    def before(nth: Any) -> None:
+        pl.when(nth >= stages)(lambda: plgpu.barrier_wait(done.at[slot(nth)]))
+
+    def after(nth: Any, left: Any) -> None:
+        @pl.when(left < TOKENS)
+        def _() -> None:
+            plgpu.commit_smem()  # what other threads stored is read here
+            for which in range(HALVES):
+                zero_rows(latent.at[slot(nth), which], left, COLUMNS, interpreted)
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(here.at[slot(nth)])
+
+    first, *others = (Part(group=g, width=GROUP, put=to(g)) for g in range(HALVES * half // GROUP))
+    rotary = Part(group=None, width=COLUMNS, put=put_rope, after=after)
+    return [replace(first, before=before), *others, rotary]
+
+
 def _kernel(
     work: Any, pages: Any, held: Any, q: Any, values: Any, scales: Any, rotary: Any,
     out: Any, out_lse: Any, part: Any, part_lse: Any,
@@ -116,7 +154,7 @@ def _kernel(
             rotary=q_rope.shape[1],
             interpreted=interpreted,
         )
-        rows.run(begin, end, latent, rope, here, done)
+        rows.run(begin, end, _parts(latent, rope, here, done, interpreted))
 
     def zeros() -> jax.Array:
         return laid(jnp.zeros((HEADS, half), jnp.float32), plgpu.Layout.WGMMA, interpreted)

@@ -1,9 +1,11 @@
-"""A warpgroup of `hopper_fp8` that makes BF16 of FP8 rows: from device memory through registers into shared memory.
+"""A warpgroup that makes BF16 of FP8 rows: from device memory through registers into shared memory.
 
 Rows are asked for twice: blocks ahead of their use TMA brings them to L2, pieces ahead of it they are loaded. A piece
-is small, since those that are on their way lie in registers.
+is small, since those that are on their way lie in registers. Where a piece goes is the kernel's own: it hands over the
+parts of a row.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,11 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.formats import GROUP
-from pallas_kernels.mla_decode.mosaic import laid, load, over, zero_rows
+from pallas_kernels.mla_decode.mosaic import laid, load, over
 
 TOKENS = 64  # of a block
 COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
-HALVES = 2  # of the latent columns in shared memory
 PIECE = 32  # tokens that are loaded together, GROUP columns or the rotary ones of each
 BLOCKS_AHEAD = 2  # on their way to L2
 PIECES_AHEAD = 3  # on their way to registers
@@ -30,7 +31,24 @@ def _by_token(columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-LATENT, ROTARY = _by_token(GROUP), _by_token(COLUMNS)  # 16 and 8 bytes of BF16 a lane: no two of a row meet in a bank
+# By the columns of a store: 16 and 8 bytes of BF16 a lane, and no two of a row meet in a bank.
+LAYOUTS = {columns: _by_token(columns) for columns in (GROUP, COLUMNS)}
+
+
+def nothing(*_: Any) -> None:
+    """Of a part that neither waits nor tells."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Columns of every row, and what is done with those of a block: of the program's `nth`, wherever it stands."""
+
+    group: Any  # the number of a group of latent columns; None for the rotary ones
+    width: int  # columns that `put` takes at once, of LAYOUTS
+    put: Callable[[Any, Any, int, jax.Array], None]  # nth, tokens, first of the part's columns, BF16 numbers
+    before: Callable[[Any], None] = nothing  # nth: waits until there is room
+    after: Callable[[Any, Any], None] = nothing  # nth, tokens that exist from its first on: everything has been put
 
 
 @final
@@ -47,42 +65,29 @@ class Converter:
     rotary: int  # columns
     interpreted: bool
 
-    def run(self, begin: jax.Array, end: jax.Array, latent: Any, rope: Any, here: Any, done: Any) -> None:
-        """Every block from `begin` to `end`, as soon as its stage is free.
+    def run(self, begin: jax.Array, end: jax.Array, parts: Sequence[Part], nth0: Any = 0) -> None:
+        """Every block from `begin` to `end`, part by part.
 
         Args:
-          latent: bf16[stages, HALVES, TOKENS, half], swizzled, in shared memory.
-          rope: bf16[stages, TOKENS, rotary], likewise.
-          here, done: barriers of the stages: this arrives at one and waits for the other.
+          nth0: blocks that the program has had before.
         """
-        stages = latent.shape[0]
-        parts = self.value_width // GROUP + 1
-        pieces = [(part, first) for part in range(parts) for first in range(0, TOKENS, PIECE)]
+        pieces = [(part, first) for part in parts for first in range(0, TOKENS, PIECE)]
 
         def block(i: jax.Array, carry: Any) -> Any:
             places, found = carry
-            slot = lax.rem(i - begin, stages)
+            nth = nth0 + (i - begin)
             pl.when(i + BLOCKS_AHEAD < end)(lambda: self._to_l2(self._places(i + BLOCKS_AHEAD)))
             following = self._places(jnp.minimum(i + 1, end - 1))
 
-            @pl.when(i - begin >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(done.at[slot])
-
-            for n, piece in enumerate(pieces):
+            for n, (part, first) in enumerate(pieces):
+                if first == 0:
+                    part.before(nth)
                 later = n + PIECES_AHEAD
                 found += (self._fetch(places if later < len(pieces) else following, *pieces[later % len(pieces)]),)
-                self._put(found[0], *piece, latent.at[slot], rope.at[slot])
+                self._put(found[0], part, first, nth)
                 found = found[1:]
-
-            @pl.when(i * TOKENS + TOKENS > self.length)
-            def _() -> None:
-                plgpu.commit_smem()  # what other threads stored is read here
-                for half in range(HALVES):
-                    zero_rows(latent.at[slot, half], self.length - i * TOKENS, COLUMNS, self.interpreted)
-
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(here.at[slot])
+                if first + PIECE == TOKENS:
+                    part.after(nth, self.length - i * TOKENS)
             return following, found
 
         @pl.when(end > begin)
@@ -118,28 +123,37 @@ class Converter:
         for _, page, slots in self._runs(places, 0, TOKENS):
             plgpu.async_prefetch(self.pool.scales.at[page, slots])
 
-    def _fetch(self, places: tuple[jax.Array, ...], part: int, first: int) -> tuple[jax.Array, ...]:
-        """A piece on its way to registers: a group's values and scales, or the rotary columns."""
-        found, groups = [], self.value_width // GROUP
-        for _, page, slots in self._runs(places, first, PIECE):
-            if part < groups:
-                found.append(load(self.pool.latent.at[page, slots, pl.ds(part * GROUP, GROUP)], LATENT))
-                found.append(load(self.pool.scales.at[page, slots, self.value_width // 4 + part], LATENT.reduce(1)))
-            else:
-                columns = pl.ds((self.value_width + 4 * groups) // 2, self.rotary)
-                found.append(load(self.pool.rotary.at[page, slots, columns], ROTARY))
-        return tuple(found)
+    def _fetch(self, places: tuple[jax.Array, ...], part: Part, first: int) -> list[tuple[jax.Array, ...]]:
+        """A piece on its way to registers, by runs: columns as they are stored, and of a group its scales."""
+        layout, scales = LAYOUTS[part.width], self.value_width // 4
+        rotary = (self.value_width + 4 * (self.value_width // GROUP)) // 2
 
-    def _put(self, found: tuple[jax.Array, ...], part: int, first: int, latent: Any, rope: Any) -> None:
-        """What `_fetch` found into a stage: the product of value and scale is rounded once."""
+        def columns(page: jax.Array, slots: Any, column: int) -> jax.Array:
+            if part.group is None:
+                return load(self.pool.rotary.at[page, slots, pl.ds(rotary + column, part.width)], layout)
+            own = pl.ds(part.group * GROUP + column, part.width)
+            return load(self.pool.latent.at[page, slots, own], layout)
+
+        found = []
+        for _, page, slots in self._runs(places, first, PIECE):
+            own = tuple(columns(page, slots, column) for column in self._columns(part))
+            if part.group is not None:
+                own += (load(self.pool.scales.at[page, slots, scales + part.group], layout.reduce(1)),)
+            found.append(own)
+        return found
+
+    def _columns(self, part: Part) -> range:
+        """The first columns of a part's stores."""
+        return range(0, self.rotary if part.group is None else GROUP, part.width)
+
+    def _put(self, found: list[tuple[jax.Array, ...]], part: Part, first: int, nth: Any) -> None:
+        """What `_fetch` found: the product of value and scale is rounded once."""
         size = min(self.page_size, PIECE)
-        for n in range(PIECE // size):
+        for n, own in enumerate(found):
             tokens = pl.ds(first + n * size, size)
-            if part < self.value_width // GROUP:
-                values, scale = found[2 * n : 2 * n + 2]
-                half, inside = divmod(part * GROUP, self.value_width // HALVES)
-                scales = laid(over(scale, shape=values.shape), LATENT, self.interpreted)
-                numbers = (values.astype(jnp.float32) * scales).astype(jnp.bfloat16)
-                latent[half, tokens, pl.ds(inside, GROUP)] = numbers
-            else:
-                rope[tokens] = found[n]
+            for column, values in zip(self._columns(part), own, strict=False):
+                numbers = values
+                if part.group is not None:
+                    scales = laid(over(own[-1], shape=values.shape), LAYOUTS[part.width], self.interpreted)
+                    numbers = (values.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+                part.put(nth, tokens, column, numbers)

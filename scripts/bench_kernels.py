@@ -164,6 +164,7 @@ def expected_lines(chip: str) -> Iterator[str]:
                 f"{found.limit_s * 1e3:.3f} ms, expected {found.expected_s * 1e3:.3f} ms ({found.expected_share:.0%}, "
                 f"{found.bound}): {found.bytes / found.expected_s / 1e9:.0f} GB/s, "
                 f"{found.flops / found.expected_s / 1e12:.0f} TFLOP/s"
+                + f", {found.conversions_s * 1e3:.3f} ms of conversions not counted" * (backend == "triton" and shape.fp8)
             )
 
 

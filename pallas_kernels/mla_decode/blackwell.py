@@ -91,10 +91,11 @@ def decode(
             f"columns of tensor memory, which has {TMEM_COLUMNS}: take the triton backend."
         )
     refuse_pages(page_size, TOKENS)
-    if config.stages < 2 or config.tiles < 1:
+    together = max(GROUP, rotary) // COLUMNS if fp8 else 1  # tiles that are filled together
+    if config.stages < 2 or config.tiles < together:
         raise NotImplementedError(
-            "a block waits for its values while the next one's logits are made: give at least 2 stages and 1 tile, not "
-            f"{config.stages} and {config.tiles}."
+            "a block waits for its values while the next one's logits are made: give at least 2 stages and "
+            f"{together} tile{'s' * (together > 1)}, not {config.stages} and {config.tiles}."
         )
     interpret_params(interpret)
     padded = -(-heads // HEADS) * HEADS
@@ -159,7 +160,11 @@ def _items(
             "chances_made": tensor_barrier(num_arrivals=1),
             "values_added": tensor_barrier(num_arrivals=1),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH, unsafe_no_auto_barriers=fp8),
+        # Of FP8 rows the kernel orders a warpgroup's threads by itself, for barriers around every store would hold the
+        # converter: between a store to shared memory and whatever reads it lies a `commit_smem`, which all wait at.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=SCRATCH, unsafe_no_auto_barriers=fp8
+        ),
         interpret=interpret_params(interpret, detect_races=True),
         kernel_name="mla_decode_blackwell" + "_fp8" * fp8,
     )

@@ -16,11 +16,16 @@ from pallas_kernels.mla_decode.fp8_rows import COLUMNS, Converter, Part
 
 
 def convert(
-    pages: Any, pool: Fp8Views, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, half: jax.Array,
-    *, page_size: int, value_width: int, rotary: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any,
+    pages: Any, pool: Fp8Views, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: Any,
+    half: jax.Array, *, page_size: int, value_width: int, rotary: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any,
     tile_here: Any, tile_done: Any, **_: Any,
 ) -> None:  # fmt: skip
-    """Blocks begin to end, in the order in which `_multiply` reads them, as `blackwell_kernel._copy`."""
+    """Blocks begin to end, in the order in which `_multiply` reads them, as `blackwell_kernel._copy`.
+
+    Args:
+      nth0: blocks that the program has had before.
+      half: of the latent's columns, that the program keeps.
+    """
     groups = kept.shape[2] // GROUP  # of a half
     each = GROUP // COLUMNS  # tiles of a group
     count = groups * each + rotary // COLUMNS  # tiles of a block
@@ -70,4 +75,4 @@ def convert(
         pool=pool, pages=pages, row=at, length=length, page_size=page_size, value_width=value_width, rotary=rotary,
         interpreted=False,
     )  # fmt: skip
-    rows.run(begin, end, parts)
+    rows.run(begin, end, parts, nth0)

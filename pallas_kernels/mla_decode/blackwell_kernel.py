@@ -62,7 +62,7 @@ def attend(
             plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
             if fp8:
                 widths = {"page_size": page_size, "value_width": value_width, "rotary": q.shape[2] - value_width}
-                convert(pages, Fp8Views(*pool), row, begin, end, length, half, **widths, **scratch)
+                convert(pages, Fp8Views(*pool), row, begin, end, length, 0, half, **widths, **scratch)
             else:
                 _copy(pages, pool[0], row, begin, end, length, own, firsts, page_size=page_size, **scratch)
 

@@ -26,8 +26,7 @@ WARPGROUPS = 3
 COPY, MULTIPLY, SOFTMAX = range(WARPGROUPS)
 # Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
 # warpgroup that asks for more than the others gave back would wait for ever.
-REGISTERS = {COPY: 96, MULTIPLY: 96, SOFTMAX: 240}
-CONVERTER_REGISTERS = 168  # of COPY, where it makes BF16 of FP8 rows
+REGISTERS = {"plain": (96, 96, 240), "fp8": (168, 96, 240)}
 
 
 def attend(
@@ -40,6 +39,7 @@ def attend(
     """
     *pool, out, out_lse, part, part_lse = refs
     fp8 = len(pool) > 1
+    registers = REGISTERS["fp8" if fp8 else "plain"]
     item, wg = lax.axis_index("item"), lax.axis_index("wg")
     half = lax.rem(lax.axis_index("part"), HALVES)
     heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
@@ -55,7 +55,7 @@ def attend(
 
     @pl.when(wg == COPY)
     def _() -> None:
-        plgpu.set_max_registers(CONVERTER_REGISTERS if fp8 else REGISTERS[COPY], action="decrease")
+        plgpu.set_max_registers(registers[COPY], action="decrease")
 
         @for_item
         def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
@@ -68,12 +68,12 @@ def attend(
 
     @pl.when(wg == MULTIPLY)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS[MULTIPLY], action="decrease")
+        plgpu.set_max_registers(registers[MULTIPLY], action="decrease")
         for_item(lambda row, begin, end, length: _multiply(end - begin, len(firsts), **scratch))
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS[SOFTMAX], action="increase")
+        plgpu.set_max_registers(registers[SOFTMAX], action="increase")
 
         @for_item
         def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:

@@ -54,7 +54,8 @@ class TileConfig:
         tile = jnp.arange(T, dtype=jnp.int32)
         columns = (tile, jnp.zeros_like(tile), -(-longest // self.block_tokens), jnp.ones_like(tile))
         first = jnp.arange(T + 1, dtype=jnp.int32)
-        return Work(items=jnp.stack(columns, -1), first=first, block=self.block_tokens, workers=self.workers)
+        items, turns = jnp.stack(columns, -1), jnp.zeros(0, jnp.int32)
+        return Work(items=items, first=first, turns=turns, block=self.block_tokens, workers=self.workers)
 
 
 def check_sizes(sizes: dict[str, int]) -> None:

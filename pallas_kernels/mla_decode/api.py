@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.chip import CHIPS, known_chip, target_chip
 from pallas_kernels.mla_decode import blackwell, hopper, ref, triton
@@ -67,11 +68,10 @@ def mla_decode(
                 told = f"{name} takes a {CONFIGS[name].__name__}, not a {type(chosen).__name__}"
                 raise NotImplementedError(told) if backend is None else ValueError(f"{told}.")
             cut = work
-            if work is not None and (work.block, work.workers) != (chosen.block_tokens, chosen.workers):
+            if work is not None and work.cut != (wanted := _cut_of(chosen, q.shape[0])):
                 if backend is not None:
                     raise ValueError(
-                        f"work was cut in blocks of {work.block} for {work.workers} workers, but {name} takes "
-                        f"{chosen.block_tokens} and {chosen.workers} here: plan it with the same arguments."
+                        f"work was cut in {work.cut}, but {name} takes {wanted} here: plan it with the same arguments."
                     )
                 cut = None  # planned for a backend that refused
             return kernel(*args, value_width=value_width, config=chosen, work=cut, interpret=interpret)
@@ -129,7 +129,11 @@ def plan_decode(held: Any, *, heads: int, fp8: bool, backend: str | None = None,
 def fits(work: Work, *, heads: int, fp8: bool, backend: str, chip: str) -> bool:
     """Whether `work` was cut as the backend of this chip takes it."""
     config = config_for(chip, backend, "fp8" if fp8 else "plain", heads)
-    return (work.block, work.workers) == (config.block_tokens, config.workers)
+    return work.cut == _cut_of(config, work.first.shape[0] - 1)
+
+
+def _cut_of(config: Any, rows: int) -> str:
+    return jax.eval_shape(config.plan, jax.ShapeDtypeStruct((rows,), jnp.int32)).cut
 
 
 def _rows(pool: jax.Array) -> str:

@@ -28,7 +28,7 @@ from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.blackwell_kernel import COLUMNS, HALVES, HEADS, TOKENS, WARPGROUPS, attend
 from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
 from pallas_kernels.mla_decode.mosaic import interpret_params, refuse_pages
-from pallas_kernels.mla_decode.work import Work, split_work
+from pallas_kernels.mla_decode.work import Work, split_evenly
 
 TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
 SCRATCH = ALIGNED = 1024  # bytes of shared memory: for a maximum over warps, and what an array is rounded up to
@@ -41,7 +41,7 @@ class BlackwellConfig:
 
     stages: int  # blocks of kept columns in shared memory
     tiles: int  # of 64 tokens and 64 columns, for the columns that only logits need
-    workers: int  # pairs of programs, one item's, that the chip holds at once
+    workers: int  # persistent pairs of programs, one worker's: as many as the chip holds at once
     overhead: int = 4  # what an item costs beside its blocks, in blocks
 
     @property
@@ -56,7 +56,7 @@ class BlackwellConfig:
 
     def plan(self, held: Any) -> Work:
         """See `TritonConfig.plan`."""
-        return split_work(held, block=TOKENS, workers=self.workers, overhead=self.overhead)
+        return split_evenly(held, block=TOKENS, workers=self.workers, overhead=self.overhead)
 
 
 def decode(
@@ -135,8 +135,8 @@ def _items(
     kernel = plgpu.kernel(
         functools.partial(attend, page_size=pool.shape[1], value_width=value_width),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(count, heads // HEADS * HALVES),  # the last axis runs first: an item's programs share its rows in L2
-        grid_names=("item", "part"),
+        grid=(len(work.turns) - 1, heads // HEADS * HALVES),  # the last axis runs first: they share rows in L2
+        grid_names=("worker", "part"),
         num_threads=WARPGROUPS,
         thread_name="wg",
         scratch_types={
@@ -150,6 +150,7 @@ def _items(
             "acc": plgpu.TMEM((HEADS, kept), jnp.float32),
             "q_copied": plgpu.Barrier(num_arrivals=1),
             "q_stored": tensor_barrier(num_arrivals=1),
+            "q_done": tensor_barrier(num_arrivals=1),  # of what was copied
             "kept_here": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             "kept_done": tensor_barrier(num_arrivals=1, num_barriers=config.stages),
             "last_here": plgpu.Barrier(num_arrivals=1),  # of kept_here, for the warpgroup that masks the last block
@@ -168,4 +169,4 @@ def _items(
         interpret=interpret_params(interpret, detect_races=True),
         kernel_name="mla_decode_blackwell" + "_fp8" * fp8,
     )
-    return list(kernel(work.items, pages, held, q, *(fp8_views(pool) if fp8 else (pool,))))
+    return list(kernel(work.turns, work.items, pages, held, q, *(fp8_views(pool) if fp8 else (pool,))))

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.blackwell_fp8 import convert
 from pallas_kernels.mla_decode.formats import Fp8Views
-from pallas_kernels.mla_decode.mosaic import load, over
+from pallas_kernels.mla_decode.mosaic import in_turn, load, over
 
 LOG2E = math.log2(math.e)
 HEADS = 128  # of a program: the lanes of tensor memory
@@ -30,9 +30,10 @@ REGISTERS = {"plain": (96, 96, 240), "fp8": (168, 96, 240)}
 
 
 def attend(
-    items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int, **scratch: Any,
+    turns: Any, items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int,
+    **scratch: Any,
 ) -> None:  # fmt: skip
-    """One program of `blackwell._items`, which says what `scratch` is: an item, HEADS heads, half of the columns.
+    """One program of `blackwell._items`, which says what `scratch` is: a worker's items, HEADS heads, half the columns.
 
     Args:
       refs: the pool, or the three views of one of FP8 rows; the outputs; the parts.
@@ -40,7 +41,7 @@ def attend(
     *pool, out, out_lse, part, part_lse = refs
     fp8 = len(pool) > 1
     registers = REGISTERS["fp8" if fp8 else "plain"]
-    item, wg = lax.axis_index("item"), lax.axis_index("wg")
+    wg = lax.axis_index("wg")
     half = lax.rem(lax.axis_index("part"), HALVES)
     heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
     kept = value_width // HALVES
@@ -49,40 +50,49 @@ def attend(
     firsts: list[Any] = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
     firsts += list(range(value_width, q.shape[2], COLUMNS))
 
-    def for_item(body: Any) -> None:  # read by every warpgroup for itself: what all share, the compiler spills
-        row, begin, end = (items[item, i] for i in range(3))
-        pl.when(row >= 0)(lambda: body(row, begin, end, held[row]))
+    each = functools.partial(in_turn, turns, items, held, lax.axis_index("worker"))
 
     @pl.when(wg == COPY)
     def _() -> None:
         plgpu.set_max_registers(registers[COPY], action="decrease")
 
-        @for_item
-        def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
-            plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
+        @each
+        def _item(_: Any, row: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
+            @pl.when(end > begin)
+            def _() -> None:
+                pl.when(nth0 > 0)(lambda: plgpu.barrier_wait(scratch["q_done"]))
+                plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
+
             if fp8:
                 widths = {"page_size": page_size, "value_width": value_width, "rotary": q.shape[2] - value_width}
-                convert(pages, Fp8Views(*pool), row, begin, end, length, 0, half, **widths, **scratch)
+                convert(pages, Fp8Views(*pool), row, begin, end, length, nth0, half, **widths, **scratch)
             else:
-                _copy(pages, pool[0], row, begin, end, length, own, firsts, page_size=page_size, **scratch)
+                _copy(pages, pool[0], row, begin, end, length, nth0, own, firsts, page_size=page_size, **scratch)
 
     @pl.when(wg == MULTIPLY)
     def _() -> None:
         plgpu.set_max_registers(registers[MULTIPLY], action="decrease")
-        for_item(lambda row, begin, end, length: _multiply(end - begin, len(firsts), **scratch))
+
+        @each
+        def _item(_: Any, __: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
+            partial = end * TOKENS > length
+            pl.when(end > begin)(lambda: _multiply(end - begin, nth0, len(firsts), partial, **scratch))
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
         plgpu.set_max_registers(registers[SOFTMAX], action="increase")
 
-        @for_item
-        def _(row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array) -> None:
-            for i, first in enumerate(firsts):
-                mine = load(q.at[row, heads, pl.ds(first, COLUMNS)], plgpu.Layout.TCGEN05)
-                plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
-            plgpu.commit_tmem()
-            plgpu.barrier_arrive(scratch["q_stored"])
-            top, total = _softmax(begin, end, length, **scratch)
+        @each
+        def _item(item: Any, row: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
+            @pl.when(end > begin)
+            def _() -> None:  # all logits of the item before were here, so its queries are done with
+                for i, first in enumerate(firsts):
+                    mine = load(q.at[row, heads, pl.ds(first, COLUMNS)], plgpu.Layout.TCGEN05)
+                    plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
+                plgpu.commit_tmem()
+                plgpu.barrier_arrive(scratch["q_stored"])
+
+            top, total = _softmax(begin, end, length, nth0, **scratch)
             row, alone = items[item, 0], items[item, 3]  # again, rather than kept in registers
             write = functools.partial(_write, top, total, half == 0, **scratch)
             pl.when(alone == 1)(lambda: write(out.at[row, heads, own], out_lse.at[row, heads]))
@@ -90,8 +100,8 @@ def attend(
 
 
 def _copy(
-    pages: Any, pool: Any, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, own: Any,
-    firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any,
+    pages: Any, pool: Any, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
+    own: Any, firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any,
     tile_done: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Blocks begin to end, in the order in which `_multiply` reads them."""
@@ -116,44 +126,48 @@ def _copy(
             for page, tokens, rows in places:
                 plgpu.copy_gmem_to_smem(pool.at[page, tokens, columns], to.at[slot, rows], here.at[slot])
 
-        nth = block - begin
+        nth = nth0 + block - begin
         fetch(nth, own, kept, kept_here, kept_done)
         for i, first in enumerate(firsts):
             fetch(nth * len(firsts) + i, pl.ds(first, COLUMNS), tiles, tile_here, tile_done)
 
 
 def _multiply(
-    blocks: jax.Array, count: int, *, q_kept: Any, q_tiles: Any, q_copied: Any, q_stored: Any, kept: Any,
-    kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any,
+    blocks: jax.Array, nth0: jax.Array, count: int, partial: jax.Array, *, q_kept: Any, q_tiles: Any, q_copied: Any,
+    q_stored: Any, q_done: Any, kept: Any, kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any,
     logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Logits of block 0; then those of block i + 1 and the values of block i; then the last values.
 
     Args:
+      nth0: blocks that the program had before.
       count: tiles of a block.
+      partial: whether the last block is one that `_softmax` puts zeros in.
     """
     plgpu.barrier_wait(q_copied)
     plgpu.barrier_wait(q_stored)
 
     def make_logits(i: jax.Array) -> None:
-        slot = lax.rem(i, kept.shape[0])
+        nth = nth0 + i
+        slot = lax.rem(nth, kept.shape[0])
         plgpu.barrier_wait(kept_here.at[slot])
-        pl.when(i == blocks - 1)(lambda: plgpu.barrier_arrive(last_here))
+        pl.when(partial & (i == blocks - 1))(lambda: plgpu.barrier_arrive(last_here))
 
-        @pl.when(i > 0)
+        @pl.when(nth > 0)
         def _() -> None:
             plgpu.barrier_wait(logits_read)
 
         plgpu.tcgen05_mma(logits, q_kept, kept.at[slot].transpose((1, 0)), accumulate=False)
         for j in range(count):
-            tile = lax.rem(i * count + j, tiles.shape[0])
+            tile = lax.rem(nth * count + j, tiles.shape[0])
             plgpu.barrier_wait(tile_here.at[tile])
             mine = q_tiles.at[:, pl.ds(j * COLUMNS, COLUMNS)]
             plgpu.tcgen05_mma(logits, mine, tiles.at[tile].transpose((1, 0)), tile_done.at[tile])
         plgpu.tcgen05_commit_arrive(logits_made)
+        pl.when(i == blocks - 1)(lambda: plgpu.tcgen05_commit_arrive(q_done))
 
     def add_values(i: jax.Array) -> None:
-        slot = lax.rem(i, kept.shape[0])
+        slot = lax.rem(nth0 + i, kept.shape[0])
         plgpu.barrier_wait(chances_made)
         plgpu.tcgen05_mma(acc, chances, kept.at[slot], kept_done.at[slot], accumulate=i > 0)
         plgpu.tcgen05_commit_arrive(values_added)
@@ -163,12 +177,12 @@ def _multiply(
         make_logits(i)
         pl.when(i > 0)(lambda: add_values(i - 1))
 
-    pl.when(blocks > 0)(lambda: add_values(blocks - 1))
+    add_values(blocks - 1)
 
 
 def _softmax(
-    begin: jax.Array, end: jax.Array, length: jax.Array, *, kept: Any, last_here: Any, logits: Any, logits_made: Any,
-    logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+    begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array, *, kept: Any, last_here: Any, logits: Any,
+    logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Probabilities of every block, and the accumulator rescaled. Returns the maximum of the logits, base 2, and
     the sum of the probabilities relative to it, f32[HEADS] each; all values are added when it returns.
@@ -177,7 +191,7 @@ def _softmax(
 
     def block(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         top, total = carry
-        slot, left = lax.rem(i - begin, kept.shape[0]), length - i * TOKENS
+        slot, left = lax.rem(nth0 + i - begin, kept.shape[0]), length - i * TOKENS
         plgpu.barrier_wait(logits_made)
         x = plgpu.async_load_tmem(logits) * LOG2E
         plgpu.wait_load_tmem()
@@ -243,6 +257,7 @@ def _write(
         # Of an item without a token the accumulator was never written.
         mean = jnp.where(over(some, shape=sums.shape), mean, jnp.zeros_like(mean))
         to[:, pl.ds(first, COLUMNS)] = mean
+    plgpu.wait_load_tmem()  # the next item's values may come
 
     @pl.when(with_lse)
     def _() -> None:

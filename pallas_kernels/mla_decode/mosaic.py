@@ -5,6 +5,7 @@ there.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,21 @@ def interpret_params(interpret: bool, **options: Any) -> Any:
             f"Mosaic GPU's interpret mode needs JAX 0.11 or newer, and this is {jax.__version__}."
         )
     return getattr(plgpu, INTERPRETER)(**options)
+
+
+def in_turn(turns: Any, items: Any, held: Any, worker: jax.Array, body: Callable[..., None]) -> None:
+    """The items of a persistent program, as each of its warpgroups goes through them: what they share, ptxas spills.
+
+    Calls `body(item, row, begin, end, length, nth0)` for each: its blocks are begin to end of the row's `length` tokens,
+    and the program has had nth0 before them.
+    """
+
+    def turn(item: jax.Array, nth0: jax.Array) -> jax.Array:
+        row, begin, end = (items[item, i] for i in range(3))
+        body(item, row, begin, end, held[row], nth0)
+        return nth0 + end - begin
+
+    lax.fori_loop(turns[worker], turns[worker + 1], turn, jnp.int32(0))
 
 
 def refuse_pages(page_size: int, block: int) -> None:
@@ -61,7 +77,9 @@ def count(shape: tuple[int, int], axis: int, interpreted: bool) -> jax.Array:
 def add_product(acc: jax.Array, p: Any, values: Any, interpreted: bool) -> jax.Array:
     """acc + p @ values by a wgmma that keeps the accumulator in its registers; `p` in registers or shared memory."""
     if interpreted:
-        return acc + jnp.dot(p[...], values[...], preferred_element_type=jnp.float32)
+        acc = acc + jnp.dot(p[...], values[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # wgmma reads as TMA writes, by the async proxy; what stands in for it does not
+        return acc
     accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, values))
     return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))
 

@@ -83,15 +83,18 @@ class Local(NamedTuple):
     held: Any  # [S]: tokens of each sequence here
     lag: Any  # [S]
     items: Any  # [N, 4] and
-    first: Any  # [decode rows + 1]: the decode rows' `Work`; empty where no kernel wants it
+    first: Any  # [decode rows + 1] and
+    turns: Any  # [workers + 1]: the decode rows' `Work`; empty where no kernel wants it
 
 
 @functools.cache
 def _local_shapes(shapes: Shapes, layout: Layout, bucket: Bucket) -> Local:
     R, S, W = bucket.rows, bucket.sequences, shapes.table_width(layout)
     work = shapes.cut_decodes(layout, np.zeros(bucket.single_rows, np.int32))
-    items, first = ((0, 4), (0,)) if work is None else (work.items.shape, work.first.shape)
-    return Local(write=(R,), pages=(S, W), held=(S,), lag=(S,), items=items, first=first)
+    items, first, turns = ((0, 4), (0,), (0,))
+    if work is not None:
+        items, first, turns = work.items.shape, work.first.shape, work.turns.shape
+    return Local(write=(R,), pages=(S, W), held=(S,), lag=(S,), items=items, first=first, turns=turns)
 
 
 def local_size(shapes: Shapes, layout: Layout, bucket: Bucket) -> int:
@@ -172,7 +175,7 @@ def _cut_decodes(shapes: Shapes, layout: Layout, bucket: Bucket, views: Sequence
         if (key := held.tobytes()) not in known:
             known[key] = shapes.cut_decodes(layout, held)
         if (work := known[key]) is not None:
-            view.items[:], view.first[:] = work.items, work.first
+            view.items[:], view.first[:], view.turns[:] = work.items, work.first, work.turns
 
 
 def _pieces(bucket: Bucket, used: list[int], work: Work) -> list[tuple[int, int, int, int]]:

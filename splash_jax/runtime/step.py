@@ -56,7 +56,7 @@ class Step:
                 interleave=shapes.kv.interleave,
                 heads=heads,
                 prompts=None if heads is None else first_tiles(exchange.own_rows(slots), bucket),
-                work=work and replace(work, items=here.items, first=here.first),
+                work=work and replace(work, items=here.items, first=here.first, turns=here.turns),
                 backend=shapes.attention_backend,
                 chip=shapes.attention_chip,
             )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from pallas_kernels.mla_decode import (
     blackwell_kernel,
     fp8_row_bytes,
     hopper,
-    hopper_fp8,
+    hopper_kernel,
     mla_decode,
     pack_fp8,
     plan_decode,
@@ -82,12 +83,10 @@ HOPPER = {
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper_is_softmax_attention(name):
-    """Ragged, empty, split in two and poisoned; every copy, barrier and product of logits as the kernel issues them."""
+    """Ragged, empty, split, several items of a program, poisoned; every copy and barrier as the kernel issues them."""
     case = HOPPER[name]
     given = make(case)
-    config = HopperConfig(stages=2, workers=2)
-    decode = partial(mla_decode, value_width=128, backend="hopper", config=config, interpret=True)
-    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
+    got = hopper_decode(case, given, HopperConfig(stages=2, workers=2))
     assert within(got, reference(case, given), "bfloat16")
 
 
@@ -100,13 +99,13 @@ HOPPER_FP8 = {
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
 @pytest.mark.parametrize(
-    "name", ["pages of half a block", "pages of two blocks", pytest.param("pages of an eighth", marks=pytest.mark.slow)]
+    "name", [name if name in HOPPER else pytest.param(name, marks=pytest.mark.slow) for name in HOPPER_FP8]
 )
 def test_hopper_makes_bf16_of_fp8_rows(name):
     """Ragged, empty, split, or three blocks of one item over two stages; free slots hold NaN values and NaN scales."""
     case = HOPPER_FP8[name]
     given = make(case)
-    got = hopper_fp8_decode(case, given, overhead=0 if len(case.lengths) > 2 else 4)
+    got = hopper_decode(case, given, HopperConfig(stages=2, workers=2))
     assert within(got, reference(case, given), "fp8")
     empty = np.asarray(case.lengths) == 0
     assert (np.asarray(got[0])[empty] == 0).all() and (np.asarray(got[1])[empty] == -np.inf).all()
@@ -114,41 +113,40 @@ def test_hopper_makes_bf16_of_fp8_rows(name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
-def test_no_two_warpgroups_race(monkeypatch):
-    """Every stage is used twice: each access of shared memory is ordered by a barrier with the one before it."""
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_no_two_warpgroups_race(monkeypatch, fp8):
+    """One program, three items after each other, the last of which uses every stage twice: each access of shared
+    memory is ordered by a barrier with the one before it.
+    """
     interpreter = import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
-    params = vars(hopper_fp8.plgpu)["InterpretGPUParams"](detect_races=True)
-    monkeypatch.setattr(hopper_fp8, "interpret_params", lambda interpret: params if interpret else None)
-    case = Case(lengths=(250,), latent=256, rotary=64, heads=64, page_size=64, fp8=True)
-    hopper_fp8_decode(case, make(case), overhead=4)
+    params = vars(hopper.plgpu)["InterpretGPUParams"](detect_races=True)
+    monkeypatch.setattr(hopper, "interpret_params", lambda interpret: params if interpret else None)
+    case = Case(lengths=(70, 0, 250), latent=256, rotary=64, heads=64, page_size=64, fp8=fp8)
+    hopper_decode(case, make(case), HopperConfig(stages=2, workers=1))
     assert not interpreter.get_races().races_found
 
 
-def hopper_fp8_decode(case: Case, given: Given, overhead: int) -> tuple[jax.Array, jax.Array]:
-    config = HopperConfig(stages=2, workers=1, overhead=overhead)
+def hopper_decode(case: Case, given: Given, config: HopperConfig) -> tuple[jax.Array, jax.Array]:
+    pool = jnp.asarray(given.pool) if case.fp8 else as_bf16(given.pool)
     decode = partial(mla_decode, value_width=case.latent, backend="hopper", config=config, interpret=True)
-    return jax.jit(decode)(as_bf16(given.q), jnp.asarray(given.pool), given.pages, given.held)
+    return jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held)
 
 
 def test_registers_of_warpgroups_are_those_that_a_program_has():
     """A warpgroup that asked for more than the others leave would wait for them for ever."""
-    for rows, of_warpgroups in (
-        ("plain", (hopper.COPYING, hopper.COMPUTING, hopper.COMPUTING)),
-        ("fp8", tuple(hopper_fp8.REGISTERS.values())),
-    ):
-        for heads in (64, 128):
-            evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
-            assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
-            assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
-    for rows in ("plain", "fp8"):
-        of_warpgroups = blackwell_kernel.REGISTERS[rows]
+    of_warpgroups = hopper_kernel.REGISTERS.values()
+    assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
+    for rows, heads in product(("plain", "fp8"), (64, 128)):
+        evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
+        assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
+    for rows, of_warpgroups in blackwell_kernel.REGISTERS.items():
+        assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
         evidence = entry_for("mla_decode", "b200", "blackwell", rows, 128)["evidence"]
         assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
-        assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
 
 
 BLACKWELL = {
-    "pages of half a block": Case(lengths=(0, 200), latent=128, rotary=64, heads=40, page_size=32),
+    "pages of half a block": Case(lengths=(70, 0, 130), latent=128, rotary=64, heads=40, page_size=32),
     "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
     "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
     "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
@@ -181,17 +179,12 @@ def test_blackwell_is_softmax_attention(name):
     config = BlackwellConfig(stages=2, tiles=3, workers=2)
     if "what the table is for" in name:
         config = replace(config_for("b200", "blackwell", "fp8" if case.fp8 else "plain", 128), workers=2)
-    work = config.plan(jnp.asarray(given.held))
-    fast = name in (next(iter(BLACKWELL)), next(iter(BLACKWELL_FP8)))
-    some = int(work.first[-1]) + (not fast)  # interpreting an item that does not exist takes long
-    work = replace(work, items=work.items[:some])
     decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
     pool = jnp.asarray(given.pool) if case.fp8 else as_bf16(given.pool)
-    got = jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held, work=work)
+    got = jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held)
     assert within(got, reference(case, given), "fp8" if case.fp8 else "bfloat16")
     rounded = np.asarray(as_bf16(given.rows).astype(jnp.float32))
     assert within(got, reference(case, given._replace(rows=rounded)), "bfloat16"), "once, and nothing but the rows"
-    assert (int(work.first[-1]) > len(case.lengths)) == (max(case.lengths) > 64), "rows of several blocks are split"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:

@@ -98,8 +98,8 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
 
     The Blackwell kernel takes 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328 clocks of an
     SM's products on 64 tokens, whose BF16 rows take 2,640 to come; a block of 64 heads in Triton spends 1,600. FP8 rows
-    are made BF16 once by each program of its pair, as often as by two blocks of 64 heads in Triton, whose account leaves
-    that out. Counted for both, or for neither, the pair ends sooner: what takes turns in Triton runs side by side there.
+    are made BF16 once by each program of its pair, as often as by Triton's two blocks of 64 heads, whose account leaves
+    that out. Counted for both, or for neither, the pair ends sooner: side by side it does what Triton does in turns.
     """
     if chip is None:
         return ("ref",)

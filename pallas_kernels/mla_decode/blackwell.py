@@ -14,6 +14,7 @@ Three warpgroups: one copies, one issues products, one takes the softmax. The pr
 issued before those of block i's values, so that the softmax of a block runs beside the logits of the next. The output
 is rescaled in blocks where some row's maximum rises. To wait until one rises by 2^8 would do with fewer, and round a
 row's largest probability, which otherwise is 1: that doubled the largest errors. `blackwell_kernel` is what they run.
+Of FP8 rows the first makes BF16 instead of copying it (`blackwell_fp8`).
 """
 
 import functools
@@ -75,7 +76,8 @@ def decode(
     page_size, rotary = pool.shape[1], columns - value_width
     fp8 = is_fp8(pool)
     if not fp8 and pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the Blackwell kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two.")
+        told = f"the Blackwell kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two."
+        raise NotImplementedError(told)
     if fp8 and value_width % (HALVES * GROUP):
         raise NotImplementedError(
             f"the Blackwell kernel takes FP8 rows of a latent width in steps of {HALVES * GROUP}, not {value_width}."

@@ -1,7 +1,8 @@
-"""What the Blackwell kernel's first warpgroup does with FP8 rows: BF16 of them, where the copies of BF16 rows would lie.
+"""Where `fp8_rows` puts BF16 in the Blackwell kernel: where TMA puts BF16 rows, columns to keep in stages and others in
+tiles.
 
-Each program of a pair makes all columns, as each reads all of BF16 rows: its own half to keep, the others in tiles. So a
-row is converted twice for 128 heads, as often as by Triton's blocks of 64.
+Each program of a pair makes all columns, as each reads all of BF16 rows. So a row is converted twice for 128 heads, as
+often as by Triton's blocks of 64.
 """
 
 from typing import Any
@@ -16,9 +17,9 @@ from pallas_kernels.mla_decode.fp8_rows import COLUMNS, Converter, Part
 
 
 def convert(
-    pages: Any, pool: Fp8Views, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: Any,
-    half: jax.Array, *, page_size: int, value_width: int, rotary: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any,
-    tile_here: Any, tile_done: Any, **_: Any,
+    pages: Any, pool: Fp8Views, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
+    half: jax.Array, *, page_size: int, value_width: int, rotary: int, kept: Any, kept_here: Any, kept_done: Any,
+    tiles: Any, tile_here: Any, tile_done: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Blocks begin to end, in the order in which `_multiply` reads them, as `blackwell_kernel._copy`.
 

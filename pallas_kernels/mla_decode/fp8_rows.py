@@ -80,10 +80,10 @@ class Converter:
             following = self._places(jnp.minimum(i + 1, end - 1))
 
             for n, (part, first) in enumerate(pieces):
-                if first == 0:
-                    part.before(nth)
                 later = n + PIECES_AHEAD
                 found += (self._fetch(places if later < len(pieces) else following, *pieces[later % len(pieces)]),)
+                if first == 0:
+                    part.before(nth)
                 self._put(found[0], part, first, nth)
                 found = found[1:]
                 if first + PIECE == TOKENS:

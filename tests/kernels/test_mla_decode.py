@@ -152,7 +152,7 @@ BLACKWELL = {
     "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
 }
 BLACKWELL_FP8 = {
-    "FP8 in pages of half a block": Case(lengths=(0, 70), latent=256, rotary=64, heads=20, page_size=32, fp8=True),
+    "FP8 in pages of half a block": Case(lengths=(70, 0, 130), latent=256, rotary=64, heads=20, page_size=32, fp8=True),
     "FP8 in pages of two blocks, 130 heads": Case(
         lengths=(250,), latent=256, rotary=64, heads=130, page_size=128, fp8=True
     ),

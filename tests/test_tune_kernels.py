@@ -108,6 +108,20 @@ def test_what_nothing_fits_is_told_and_not_written(tune, monkeypatch, tmp_path, 
     assert "no configuration fits on the h200" in capsys.readouterr().out and path.read_bytes() == before
 
 
-def test_a_point_that_an_op_has_not_is_refused(tune, capsys):
-    assert tune.main(["--op", "mla_prefill", "--chip", "b200", "--backend", "hopper"]) == 2
-    assert "mla_prefill has no such point on the b200; it has: Point(backend='absorbed'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (
+            "--op mla_prefill --chip b200 --backend hopper",
+            "no backend hopper on the b200; there are: absorbed, expanded",
+        ),
+        ("--chip h200 --heads 64 999", "no heads 999 on the h200; there are: 16, 32, 64, 128"),
+        (
+            "--op mla_decode --chip h200 --backend hopper --heads 16",
+            "no such point on the h200; it has: Point(backend=",
+        ),
+    ],
+)
+def test_a_point_that_is_not_there_is_refused(tune, capsys, asked, answer):
+    assert tune.main(asked.split()) == 2
+    assert answer in capsys.readouterr().err

@@ -8,8 +8,8 @@ The model, for one configuration on one chip:
 * compute: the products that are issued, padding and repeats included, at the rate of their instruction; the softmax (an
   exponential per logit, a product per output column and block) runs beside them where two warpgroups or two programs
   share a multiprocessor, and after them where not.
-  The Hopper kernel is also held by what it reads and writes in shared memory, and of FP8 rows by its leader's own
-  products and softmax. A warpgroup that makes BF16 of FP8 rows holds its kernel by their conversion.
+  The Hopper kernel is also held by what it reads and writes in shared memory and by its leader's own products and
+  softmax. A warpgroup that makes BF16 of FP8 rows holds its kernel by their conversion.
 * the slower of the two.
 
 Left out are launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
@@ -111,18 +111,15 @@ def account(
     memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
 
     clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
-    # Times that they are made: by both programs of a pair, or both warpgroups where none of them makes BF16.
-    logits = 2 if backend == "blackwell" or (apart and not fp8) else 1
+    logits = 2 if backend == "blackwell" else 1  # times that they are made: by both programs of a pair
     issued = 2 * block_heads * block * (logits * columns + latent)
     products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
     softmax = logits * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
     clocks = max(products, softmax) if apart or resident > 1 else products + softmax
     if backend == "hopper":
-        clocks = max(clocks, shared_clocks(latent=latent, rotary=rotary, block=block, fp8=fp8))
-    if backend == "hopper" and fp8:
         leader = 2 * block_heads * block * (columns + latent / 2) / CHIPS[chip].flops_per_clock
         leader += block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / 2 / FLOATS_PER_CLOCK
-        clocks = max(clocks, leader)
+        clocks = max(clocks, leader, shared_clocks(latent=latent, rotary=rotary, block=block))
     programs = 2 if backend == "blackwell" else 1  # of a block, that convert all of it
     conversions = programs * 3 * block * latent / CONVERSIONS_PER_CLOCK if fp8 else 0.0
     if apart:
@@ -141,15 +138,15 @@ def account(
     )
 
 
-def shared_clocks(*, latent: int, rotary: int, block: int, fp8: bool, heads: int = 64) -> float:
+def shared_clocks(*, latent: int, rotary: int, block: int, heads: int = 64) -> float:
     """Clocks that shared memory takes for one block of the Hopper kernel.
 
-    A product of 64 rows of queries and a block's keys reads both anew; probabilities come from registers, and of FP8
-    rows from shared memory too.
+    A product of 64 rows of queries and a block's keys reads both anew. The leader has its probabilities in registers,
+    the follower reads them.
     """
     columns = latent + rotary
-    logits = 2 * (heads + block) * columns * (1 if fp8 else 2)  # queries and keys
+    logits = 2 * (heads + block) * columns  # queries and keys
     values = 2 * block * latent
     arriving = 2 * block * columns
-    handed = 2 * 2 * heads * block if fp8 else 0  # probabilities, written and read
+    handed = 2 * 2 * heads * block  # probabilities, written and read
     return (logits + values + arriving + handed) / SHARED_BYTES_PER_CLOCK

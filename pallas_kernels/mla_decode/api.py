@@ -91,10 +91,8 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
 
     The Hopper kernel always takes 64 heads at a time: a quarter full, it spends as long on products as on its rows, and
     Triton's smaller blocks leave more of the chip to the memory. Above that its warpgroups overlap what Triton's
-    programs do one after another. The account leaves out what Triton's programs wait for and is no judge of it: at 128
-    heads of BF16 it expects 0.230 ms of the Hopper kernel and 0.200 of Triton. Of FP8 rows the Hopper kernel makes BF16
-    anew for every 64 heads, which by its account takes longer than 32 heads take in Triton, and less than two blocks of
-    32 do.
+    programs do one after another. Of FP8 rows the Hopper kernel makes BF16 anew for every 64 heads, which by its
+    account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
 
     The Blackwell kernel takes 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328 clocks of an
     SM's products on 64 tokens, whose BF16 rows take 2,640 to come; a block of 64 heads in Triton spends 1,600. FP8 rows

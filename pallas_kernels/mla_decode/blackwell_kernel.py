@@ -33,7 +33,7 @@ def attend(
     turns: Any, items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int,
     **scratch: Any,
 ) -> None:  # fmt: skip
-    """One program of `blackwell._items`, which says what `scratch` is: a worker's items, HEADS heads, half the columns.
+    """One program of `blackwell._items`, which says what `scratch` is: HEADS heads of a worker's items.
 
     Args:
       refs: the pool, or the three views of one of FP8 rows; the outputs; the parts.
@@ -101,8 +101,8 @@ def attend(
 
 def _copy(
     pages: Any, pool: Any, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
-    own: Any, firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any, tile_here: Any,
-    tile_done: Any, **_: Any,
+    own: Any, firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any,
+    tile_here: Any, tile_done: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Blocks begin to end, in the order in which `_multiply` reads them."""
     together = min(page_size, TOKENS)  # tokens that one copy takes
@@ -134,8 +134,9 @@ def _copy(
 
 def _multiply(
     blocks: jax.Array, nth0: jax.Array, count: int, partial: jax.Array, *, q_kept: Any, q_tiles: Any, q_copied: Any,
-    q_stored: Any, q_done: Any, kept: Any, kept_here: Any, kept_done: Any, last_here: Any, tiles: Any, tile_here: Any, tile_done: Any, logits: Any,
-    logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+    q_stored: Any, q_done: Any, kept: Any, kept_here: Any, kept_done: Any, last_here: Any, tiles: Any,
+    tile_here: Any, tile_done: Any, logits: Any, logits_made: Any, logits_read: Any, chances: Any, chances_made: Any,
+    acc: Any, values_added: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Logits of block 0; then those of block i + 1 and the values of block i; then the last values.
 

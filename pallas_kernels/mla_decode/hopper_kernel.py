@@ -34,7 +34,7 @@ def attend(
     """One program of `hopper._items`, which says what `scratch` is: HEADS heads of a worker's items.
 
     Args:
-      bring: `bring(pages, pools, row, length, begin, end, nth0, **scratch)` fills the stages with the blocks of an item.
+      bring: `bring(pages, pools, row, length, begin, end, nth0, **scratch)` fills the stages with an item's blocks.
     """
     *pools, out, out_lse, part, part_lse = refs
     wg = lax.axis_index("wg")
@@ -81,9 +81,7 @@ def attend(
             store(FOLLOWER, item, _follow(begin, end, nth0, interpreted, **scratch))
 
 
-def _queries(
-    q: Any, again: jax.Array, *, q_latent: Any, q_rope: Any, q_here: Any, q_done: Any, **_: Any
-) -> None:
+def _queries(q: Any, again: jax.Array, *, q_latent: Any, q_rope: Any, q_here: Any, q_done: Any, **_: Any) -> None:
     """Those of an item, when the item before is done with its own."""
     pl.when(again)(lambda: plgpu.barrier_wait(q_done))
     half, rotary = q_latent.shape[2], q_rope.shape[2]
@@ -196,9 +194,7 @@ def copy_rows(
                     plgpu.copy_gmem_to_smem(
                         pool.at[page, tokens, pl.ds(i * half, half)], latent.at[slot, i, to], barrier
                     )
-                plgpu.copy_gmem_to_smem(
-                    pool.at[page, tokens, pl.ds(HALVES * half, rotary)], rope.at[slot, to], barrier
-                )
+                plgpu.copy_gmem_to_smem(pool.at[page, tokens, pl.ds(HALVES * half, rotary)], rope.at[slot, to], barrier)
 
         whole = block * TOKENS + TOKENS <= length
         pl.when(whole)(lambda: copy(here.at[slot]))

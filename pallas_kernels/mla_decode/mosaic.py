@@ -31,8 +31,8 @@ def interpret_params(interpret: bool, **options: Any) -> Any:
 def in_turn(turns: Any, items: Any, held: Any, worker: jax.Array, body: Callable[..., None]) -> None:
     """The items of a persistent program, as each of its warpgroups goes through them: what they share, ptxas spills.
 
-    Calls `body(item, row, begin, end, length, nth0)` for each: its blocks are begin to end of the row's `length` tokens,
-    and the program has had nth0 before them.
+    Calls `body(item, row, begin, end, length, nth0)` for each: blocks begin to end of the row's `length` tokens, after
+    nth0 blocks that the program has had.
     """
 
     def turn(item: jax.Array, nth0: jax.Array) -> jax.Array:

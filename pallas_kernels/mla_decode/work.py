@@ -1,7 +1,9 @@
 """Split-KV: ragged histories cut into items, so that few long ones fill a GPU too.
 
-A program takes one item, of nearly equal lengths (`split_work`), or stays and takes several in turn, which together are
-as long as any other program's (`split_evenly`). Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. In a
+A program takes one item, of nearly equal length (`split_work`), or is persistent and takes several in turn, which
+together are as long as any other program's (`split_evenly`).
+
+Pure index arithmetic, of numpy on the host or compiled into the program: one program serves every mix of lengths. In a
 program sums over comparisons stand where a search or a running sum would be loops of launches.
 """
 
@@ -66,8 +68,8 @@ def split_evenly(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     Of a numpy array it is made in numpy. There are at most `workers` + B items.
 
     Rows lie on a line, each `overhead` blocks of nothing (an item's start, and merging it) and then its blocks, and
-    every worker has an equal piece of the line: only rows across an end of a piece are cut. Where workers would do as
-    well with a row each, none is.
+    every worker has an equal piece of the line: only rows across an end of a piece are cut. None is where the workers
+    would be done as soon with the whole rows whose middles lie in their pieces.
     """
     xp = _numpy_of(held)
     B = held.shape[0]
@@ -75,8 +77,10 @@ def split_evenly(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     rows = xp.arange(B, dtype=xp.int32)
     at = _running_sum(blocks) - blocks + (rows + 1) * overhead  # of every row's first block
     share = xp.maximum(1, -(-(blocks.sum(dtype=xp.int32) + B * overhead) // workers))
-    whole = (B <= workers) & (blocks.max() <= share)
-    worker = xp.where(whole, rows, xp.minimum(at // share, workers - 1))  # of every row's first item
+    middle = xp.minimum((at + (blocks - overhead) // 2) // share, workers - 1)
+    taken_W = xp.where(middle[None] == xp.arange(workers)[:, None], blocks + overhead, 0).sum(1)
+    whole = taken_W.max() <= share + overhead
+    worker = xp.where(whole, middle, xp.minimum(at // share, workers - 1))  # of every row's first item
     last = xp.where(whole | (blocks == 0), worker, (at + blocks - 1) // share)
 
     items_B = last - worker + 1

@@ -66,7 +66,7 @@ def entry_of(chip: str, backend: str, rows: str, heads: int, config: dict[str, i
     if backend == "blackwell":
         smem, programs = made.smem_bytes(LATENT), 2 * -(-heads // 128)  # halves of the latent's columns
     else:
-        smem = made.smem_bytes(WIDTH, fp8=fp8) if own else facts.smem
+        smem = made.smem_bytes(WIDTH) if own else facts.smem
         programs = max(1, heads // config.get("block_heads", 64))
     told = told_of(chip, facts, smem)
     if told is None:

@@ -20,21 +20,20 @@ def test_bytes_and_flops_of_a_decode():
     assert found.bytes == 128 * 4096 * 1152 + 128 * 128 * (576 * 2 + 512 * 4 + 4)
     assert found.limit_s == pytest.approx(found.flops / 9.89e14)
     assert found.bound == "compute"
-    # Of 64 heads and 64 tokens both warpgroups make the logits; shared memory takes a little longer than the products.
-    read = 2 * (64 + 64) * 576 * 2 + 64 * 512 * 2
-    assert (read + 64 * 576 * 2) / 128 > 2 * 64 * 64 * (2 * 576 + 512) / 4096
-    assert found.expected_share == pytest.approx(2 * 64 * 64 * (576 + 512) / 4096 / ((read + 64 * 576 * 2) / 128))
+    # Of 64 heads and 64 tokens shared memory takes a little longer than the products, and they longer than the leader.
+    products, shared = 2 * 64 * 64 * (576 + 512) / 4096, shared_clocks(latent=512, rotary=64, block=64)
+    assert shared == (2 * (64 + 64) * 576 + 2 * 64 * 512 + 2 * 64 * 576 + 4 * 64 * 64) / 128
+    assert shared > products > 2 * 64 * 64 * (576 + 256) / 4096 + 64 * 64 / 16 + 64 * 256 / 128
+    assert found.expected_share == pytest.approx(products / shared)
 
 
 def test_fp8_rows_of_many_heads_are_bound_by_their_conversion():
-    """Three conversions for each of 512 values, anew for every 64 heads; the logits are made once."""
+    """Three conversions for each of 512 values, anew for every 64 heads."""
     entry = entry_for("mla_decode", "h200", "hopper", "fp8", 128)
     found = account([4096] * 128, heads=128, entry=entry, **DEEPSEEK)
     assert found.bytes == 128 * 4096 * 656 + 128 * 128 * (576 * 2 + 512 * 4 + 4)
     assert found.bound == "compute"
     assert found.expected_share == pytest.approx(2 * 64 * 64 * (576 + 512) / 4096 / (3 * 64 * 512 / 32))
-    assert shared_clocks(latent=512, rotary=64, block=64, fp8=True) == (4 * 64 * 576 + 2 * 64 * 512 + 2 * 64 * 576
-                                                                        + 4 * 64 * 64) / 128  # fmt: skip
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])

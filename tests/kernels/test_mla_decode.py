@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from pallas_kernels.mla_decode import (
 )
 from pallas_kernels.mla_decode.api import order_of
 from pallas_kernels.mla_decode.tuning import config_for
-from pallas_kernels.mla_decode.work import WAVES, split_work
+from pallas_kernels.mla_decode.work import WAVES, Work, split_evenly, split_work
 from pallas_kernels.tuning import entry_for, table
 from tests.kernels.mla_cases import TOLERANCE, Case, Given, make, reference, within
 
@@ -146,13 +146,13 @@ def test_registers_of_warpgroups_are_those_that_a_program_has():
 
 
 BLACKWELL = {
-    "pages of half a block": Case(lengths=(70, 0, 130), latent=128, rotary=64, heads=40, page_size=32),
+    "pages of half a block": Case(lengths=(64, 0, 130, 70), latent=128, rotary=64, heads=40, page_size=32),
     "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
     "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
     "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
 }
 BLACKWELL_FP8 = {
-    "FP8 in pages of half a block": Case(lengths=(70, 0, 130), latent=256, rotary=64, heads=20, page_size=32, fp8=True),
+    "FP8 in pages of half a block": Case(lengths=(64, 0, 130), latent=256, rotary=64, heads=20, page_size=32, fp8=True),
     "FP8 in pages of two blocks, 130 heads": Case(
         lengths=(250,), latent=256, rotary=64, heads=130, page_size=128, fp8=True
     ),
@@ -176,7 +176,8 @@ def test_blackwell_is_softmax_attention(name):
     """Ragged, empty, split and poisoned; nothing stands in for the GPU's operations, and a race would be raised."""
     case = (BLACKWELL | BLACKWELL_FP8)[name]
     given = make(case)
-    config = BlackwellConfig(stages=2, tiles=3, workers=2)
+    # Several items in one program, or one of several rows' cut among programs.
+    config = BlackwellConfig(stages=2, tiles=3, workers=1 if len(case.lengths) > 2 else 3, overhead=0)
     if "what the table is for" in name:
         config = replace(config_for("b200", "blackwell", "fp8" if case.fp8 else "plain", 128), workers=2)
     decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
@@ -268,36 +269,87 @@ def test_fp8_rows_are_656_bytes_and_lose_little():
     np.testing.assert_array_equal(back[..., 512:], jnp.asarray(rows[..., 512:]).astype(jnp.bfloat16))
 
 
-split = jax.jit(split_work, static_argnames=("block", "workers", "overhead"))
-
-
-@settings(max_examples=60)
-@draw(st.lists(st.integers(0, 400), min_size=6, max_size=6), st.sampled_from([(1, 16, 0), (4, 1, 5), (9, 16, 2)]))
-def test_work_is_every_block_once_and_is_even(held, how):
-    workers, block, overhead = how
-    work = split(jnp.asarray(held, jnp.int32), block=block, workers=workers, overhead=overhead)
-    items, first = np.asarray(work.items), np.asarray(work.first)
-    of_numpy = split_work(np.asarray(held, np.int32), block=block, workers=workers, overhead=overhead)
-    assert isinstance(of_numpy.items, np.ndarray) and of_numpy.items.dtype == of_numpy.first.dtype == np.int32
-    assert (of_numpy.items == items).all() and (of_numpy.first == first).all()
-    assert len(items) == WAVES * workers + len(held) and first[-1] <= len(items)
-    blocks = [-(-n // block) for n in held]
+def cut(how: Any, held: list[int], **static: int) -> tuple[Work, list[int]]:
+    """Work of `held` tokens, and the blocks of every row. Every block is in it once, on the host and in a program."""
+    work = jax.tree.map(np.asarray, jax.jit(partial(how, **static))(jnp.asarray(held, jnp.int32)))
+    of_numpy = how(np.asarray(held, np.int32), **static)
+    for mine, theirs in zip(jax.tree.leaves(of_numpy), jax.tree.leaves(work), strict=True):
+        assert isinstance(mine, np.ndarray) and mine.dtype == np.int32 and np.array_equal(mine, theirs)
+    items, first = work.items, work.first
+    assert first[-1] <= len(items)
+    blocks = [-(-n // work.block) for n in held]
     for row, count in enumerate(blocks):
         own = items[first[row] : first[row + 1]]
         assert len(own) >= 1 and (own[:, 0] == row).all() and (own[:, 3] == (len(own) == 1)).all()
         assert own[0, 1] == 0 and own[-1, 2] == count and (own[1:, 1] == own[:-1, 2]).all()
-        sizes = own[:, 2] - own[:, 1]
-        assert sizes.max() - sizes.min() <= 1
+        assert (own[:, 2] > own[:, 1]).all() or count == 0
     assert (items[first[-1] :, 0] == -1).all() and (items[first[-1] :, 1] == items[first[-1] :, 2]).all()
-    longest = (items[:, 2] - items[:, 1]).max()
-    assert longest <= max(1, -(-sum(blocks) // workers)), "no item is more than a worker's even share"
+    return work, blocks
+
+
+HISTORIES = st.lists(st.integers(0, 400), min_size=6, max_size=6) | st.lists(st.integers(0, 9), min_size=6, max_size=6)
+WORKERS_BLOCK_OVERHEAD = st.sampled_from([(1, 16, 0), (4, 1, 5), (9, 16, 2), (6, 64, 0), (3, 8, 4)])
+
+
+@settings(max_examples=60)
+@draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
+def test_work_is_every_block_once_and_is_even(held, how):
+    workers, block, overhead = how
+    work, blocks = cut(split_work, held, block=block, workers=workers, overhead=overhead)
+    assert len(work.items) == WAVES * workers + len(held) and not len(work.turns)
+    sizes = work.items[:, 2] - work.items[:, 1]
+    assert sizes.max() <= max(1, -(-sum(blocks) // workers)), "no item is more than a worker's even share"
+    for row in range(len(held)):
+        own = sizes[work.first[row] : work.first[row + 1]]
+        assert own.max() - own.min() <= 1
+
+
+@settings(max_examples=60)
+@draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
+def test_work_of_persistent_programs_is_every_block_once_and_is_even(held, how):
+    workers, block, overhead = how
+    work, blocks = cut(split_evenly, held, block=block, workers=workers, overhead=overhead)
+    assert len(work.items) == workers + len(held)
+    turns, sizes = work.turns, work.items[:, 2] - work.items[:, 1]
+    assert len(turns) == workers + 1 and turns[0] == 0 and turns[-1] == work.first[-1] and (np.diff(turns) >= 0).all()
+    share = max(1, -(-(sum(blocks) + overhead * len(held)) // workers))
+    taken = [sizes[a:b].sum() + overhead * (b - a) for a, b in pairwise(turns)]
+    assert max(taken) <= share + overhead + 1, "and what is begun elsewhere begins anew"
+    assert work.first[-1] - len(held) < workers, "a row is cut where a worker's share ends, and nowhere else"
+
+
+@pytest.mark.parametrize(
+    ("held", "workers", "items"),
+    [
+        ([640] * 4 + [3], 5, [1] * 5),  # by shares alone two would be cut: what is begun twice costs what it saves
+        ([4096] * 128, 66, None),
+        ([640] * 2, 5, [1] * 5),
+    ],
+)
+def test_rows_are_cut_only_where_that_ends_sooner(held, workers, items):
+    work, _ = cut(split_evenly, held, block=64, workers=workers, overhead=4)
+    if items is None:
+        assert work.first[-1] == len(held) and set(np.diff(work.turns)) == {1, 2}
+    else:
+        assert np.diff(work.turns).tolist() == items
 
 
 def test_work_of_another_configuration_is_refused():
     given, _ = problem("one page is four tokens")
     other = plan_decode(jnp.asarray(given.held), heads=16, fp8=False, chip="h200")
-    with pytest.raises(ValueError, match="blocks of 64 for 264 workers, but triton takes 16 and 3 here: plan it with"):
+    with pytest.raises(
+        ValueError, match="for 264 workers, but triton takes blocks of 16 for 3 workers here: plan it with"
+    ):
         run("one page is four tokens", jnp.float32, backend="triton", config=SMALL, work=other, interpret=True)
+
+
+def test_work_for_one_item_a_program_is_not_for_persistent_ones():
+    q, pool = jax.ShapeDtypeStruct((7, 64, 576), jnp.bfloat16), jax.ShapeDtypeStruct((9, 64, 576), jnp.bfloat16)
+    pages, held = jax.ShapeDtypeStruct((7, 4), jnp.int32), jax.ShapeDtypeStruct((7,), jnp.int32)
+    work = plan_decode(np.zeros(7, np.int32), heads=64, fp8=False, backend="triton", chip="h200")
+    decode = partial(mla_decode, value_width=512, backend="hopper", chip="h200", work=work)
+    with pytest.raises(ValueError, match="for 132 workers, but hopper takes blocks of 64 for 132 persistent workers"):
+        jax.eval_shape(decode, q, pool, pages, held)
 
 
 def test_work_and_configurations_that_are_another_s_are_refused():

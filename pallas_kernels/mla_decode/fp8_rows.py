@@ -123,37 +123,35 @@ class Converter:
         for _, page, slots in self._runs(places, 0, TOKENS):
             plgpu.async_prefetch(self.pool.scales.at[page, slots])
 
-    def _fetch(self, places: tuple[jax.Array, ...], part: Part, first: int) -> list[tuple[jax.Array, ...]]:
-        """A piece on its way to registers, by runs: columns as they are stored, and of a group its scales."""
-        layout, scales = LAYOUTS[part.width], self.value_width // 4
-        rotary = (self.value_width + 4 * (self.value_width // GROUP)) // 2
+    def _fetch(self, places: tuple[jax.Array, ...], part: Part, first: int) -> list[Any]:
+        """A piece on its way to registers, by runs: its columns as they are stored, and the scales of a group."""
+        layout = LAYOUTS[part.width]
+        groups = self.value_width // GROUP
+        if part.group is None:
+            view, begin = self.pool.rotary, (self.value_width + 4 * groups) // 2
+        else:
+            view, begin = self.pool.latent, part.group * GROUP
 
-        def columns(page: jax.Array, slots: Any, column: int) -> jax.Array:
+        def of_run(page: jax.Array, slots: Any) -> Any:
+            columns = (pl.ds(begin + column, part.width) for column in self._columns(part))
+            values = [load(view.at[page, slots, own], layout) for own in columns]
             if part.group is None:
-                return load(self.pool.rotary.at[page, slots, pl.ds(rotary + column, part.width)], layout)
-            own = pl.ds(part.group * GROUP + column, part.width)
-            return load(self.pool.latent.at[page, slots, own], layout)
+                return values, None
+            return values, load(self.pool.scales.at[page, slots, self.value_width // 4 + part.group], layout.reduce(1))
 
-        found = []
-        for _, page, slots in self._runs(places, first, PIECE):
-            own = tuple(columns(page, slots, column) for column in self._columns(part))
-            if part.group is not None:
-                own += (load(self.pool.scales.at[page, slots, scales + part.group], layout.reduce(1)),)
-            found.append(own)
-        return found
+        return [of_run(page, slots) for _, page, slots in self._runs(places, first, PIECE)]
 
     def _columns(self, part: Part) -> range:
         """The first columns of a part's stores."""
         return range(0, self.rotary if part.group is None else GROUP, part.width)
 
-    def _put(self, found: list[tuple[jax.Array, ...]], part: Part, first: int, nth: Any) -> None:
+    def _put(self, found: list[Any], part: Part, first: int, nth: Any) -> None:
         """What `_fetch` found: the product of value and scale is rounded once."""
         size = min(self.page_size, PIECE)
-        for n, own in enumerate(found):
+        for n, (values, scale) in enumerate(found):
             tokens = pl.ds(first + n * size, size)
-            for column, values in zip(self._columns(part), own, strict=False):
-                numbers = values
-                if part.group is not None:
-                    scales = laid(over(own[-1], shape=values.shape), LAYOUTS[part.width], self.interpreted)
-                    numbers = (values.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+            for column, numbers in zip(self._columns(part), values, strict=True):
+                if scale is not None:
+                    scales = laid(over(scale, shape=numbers.shape), LAYOUTS[part.width], self.interpreted)
+                    numbers = (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
                 part.put(nth, tokens, column, numbers)

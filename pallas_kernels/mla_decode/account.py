@@ -8,14 +8,14 @@ The model, for one configuration on one chip:
 * compute: the products that are issued, padding and repeats included, at the rate of their instruction; the softmax (an
   exponential per logit, a product per output column and block) runs beside them where two warpgroups or two programs
   share a multiprocessor, and after them where not.
-  The Hopper kernel is also held by what it reads and writes in shared memory, by its leader's own products and softmax,
-  and of FP8 rows by their conversion.
+  The Hopper kernel is also held by what it reads and writes in shared memory and by its leader's own products and
+  softmax. A warpgroup that makes BF16 of FP8 rows holds its kernel by their conversion.
 * the slower of the two.
 
 Left out are launches, the start and merge of items, address arithmetic, barriers and the latency of products that wait
 for each other; of Triton's and Blackwell's programs also L2 and shared memory, and of Triton's conversions, which every
-block of heads makes anew. The share is one that cannot be exceeded, and does not rank backends that come near each
-other.
+block of heads makes anew: `conversions_s` has them for whoever compares. The share is one that cannot be exceeded, and
+does not rank backends that come near each other.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from typing import Any, final
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode.formats import fp8_row_bytes
+from pallas_kernels.mla_decode.fp8_rows import BLOCKS_AHEAD
 
 LATENCY_S = 8e-7  # of HBM under load: an assumption, to be measured
 EXPONENTIALS_PER_CLOCK = 16  # of one SM's special function units
@@ -52,6 +53,7 @@ class Account:
     blocks_per_sm: int
     under_way_bytes: int  # on one SM
     wanted_bytes: int  # on one SM, by Little's law
+    conversions_s: float = 0.0  # of a decode's FP8 rows, wherever they are made anew; in `compute_s` but for Triton
 
     @property
     def expected_s(self) -> float:
@@ -99,14 +101,16 @@ def account(
     flops = 2 * heads * tokens * (columns + latent)
 
     ahead = (config["stages"] - 1) * block * row_bytes
-    if backend == "blackwell":  # of the kept half one block waits for its values and one is multiplied; and tiles
+    fp8 = entry["rows"] == "fp8"
+    if backend == "blackwell" and fp8:  # what is asked for through L2, by both programs of a pair: a half each
+        ahead = BLOCKS_AHEAD * block * row_bytes // 2
+    elif backend == "blackwell":  # of the kept half one block waits for its values and one is multiplied; and tiles
         ahead = (config["stages"] - 2) * block * latent + (config["tiles"] - 1) * 2 * block * COLUMNS
     under_way = resident * ahead
     wanted = bytes_per_s * LATENCY_S / sms
     memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
 
     clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
-    fp8 = entry["rows"] == "fp8"
     logits = 2 if backend == "blackwell" else 1  # times that they are made: by both programs of a pair
     issued = 2 * block_heads * block * (logits * columns + latent)
     products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
@@ -116,9 +120,11 @@ def account(
         leader = 2 * block_heads * block * (columns + latent / 2) / CHIPS[chip].flops_per_clock
         leader += block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / 2 / FLOATS_PER_CLOCK
         clocks = max(clocks, leader, shared_clocks(latent=latent, rotary=rotary, block=block))
-    if backend == "hopper" and fp8:
-        clocks = max(clocks, 3 * block * latent / CONVERSIONS_PER_CLOCK)
-    compute_s = blocks * head_blocks * clocks / (sms * clock)
+    programs = 2 if backend == "blackwell" else 1  # of a block, that convert all of it
+    conversions = programs * 3 * block * latent / CONVERSIONS_PER_CLOCK if fp8 else 0.0
+    if apart:
+        clocks = max(clocks, conversions)
+    compute_s, conversions_s = (blocks * head_blocks * x / (sms * clock) for x in (clocks, conversions))
     return Account(
         bytes=moved,
         flops=flops,
@@ -128,6 +134,7 @@ def account(
         blocks_per_sm=resident,
         under_way_bytes=under_way,
         wanted_bytes=round(wanted),
+        conversions_s=conversions_s,
     )
 
 

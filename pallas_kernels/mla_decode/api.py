@@ -94,15 +94,17 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
     programs do one after another. Of FP8 rows the Hopper kernel makes BF16 anew for every 64 heads, which by its
     account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
 
-    The Blackwell kernel takes BF16 rows, 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328
-    clocks of an SM's products on 64 tokens, whose rows take 2,640 to come; a block of 64 heads in Triton spends 1,600.
+    The Blackwell kernel takes 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328 clocks of an
+    SM's products on 64 tokens, whose BF16 rows take 2,640 to come; a block of 64 heads in Triton spends 1,600. FP8 rows
+    are made BF16 once by each program of its pair, as often as by Triton's two blocks of 64 heads, whose account leaves
+    that out. Counted for both, or for neither, the pair ends sooner: side by side it does what Triton does in turns.
     """
     if chip is None:
         return ("ref",)
     capability = CHIPS[chip].capability
     if capability == (9, 0) and heads > (32 if fp8 else 16):
         return "hopper", "triton", "ref"
-    if capability == (10, 0) and heads > 64 and not fp8:
+    if capability == (10, 0) and heads > 64:
         return "blackwell", "triton", "ref"
     return "triton", "ref"
 

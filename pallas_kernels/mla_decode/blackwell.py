@@ -14,6 +14,7 @@ Three warpgroups: one copies, one issues products, one takes the softmax. The pr
 issued before those of block i's values, so that the softmax of a block runs beside the logits of the next. The output
 is rescaled in blocks where some row's maximum rises. To wait until one rises by 2^8 would do with fewer, and round a
 row's largest probability, which otherwise is 1: that doubled the largest errors. `blackwell_kernel` is what they run.
+Of FP8 rows the first makes BF16 instead of copying it (`blackwell_fp8`).
 """
 
 import functools
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.blackwell_kernel import COLUMNS, HALVES, HEADS, TOKENS, WARPGROUPS, attend
-from pallas_kernels.mla_decode.formats import is_fp8
+from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
 from pallas_kernels.mla_decode.mosaic import interpret_params, refuse_pages
 from pallas_kernels.mla_decode.work import Work, split_evenly
 
@@ -73,8 +74,14 @@ def decode(
     """See `api.mla_decode`. Refuses what tcgen05, tensor memory and TMA cannot take, and interpret mode before 0.11."""
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
-    if is_fp8(pool) or pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the Blackwell kernel reads BF16 rows, not {'FP8' if is_fp8(pool) else pool.dtype}.")
+    fp8 = is_fp8(pool)
+    if not fp8 and pool.dtype != jnp.bfloat16:
+        told = f"the Blackwell kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two."
+        raise NotImplementedError(told)
+    if fp8 and value_width % (HALVES * GROUP):
+        raise NotImplementedError(
+            f"the Blackwell kernel takes FP8 rows of a latent width in steps of {HALVES * GROUP}, not {value_width}."
+        )
     if value_width % (HALVES * COLUMNS) or value_width > 512 or rotary % COLUMNS:
         raise NotImplementedError(
             f"tcgen05 takes swizzled rows: a latent width in steps of {HALVES * COLUMNS} up to 512, a rotary width in "
@@ -86,14 +93,15 @@ def decode(
             f"columns of tensor memory, which has {TMEM_COLUMNS}: take the triton backend."
         )
     refuse_pages(page_size, TOKENS)
-    if config.stages < 2 or config.tiles < 1:
+    together = max(GROUP, rotary) // COLUMNS if fp8 else 1  # tiles that are filled together
+    if config.stages < 2 or config.tiles < together:
         raise NotImplementedError(
-            "a block waits for its values while the next one's logits are made: give at least 2 stages and 1 tile, not "
-            f"{config.stages} and {config.tiles}."
+            "a block waits for its values while the next one's logits are made: give at least 2 stages and "
+            f"{together} tile{'s' * (together > 1)}, not {config.stages} and {config.tiles}."
         )
     interpret_params(interpret)
     padded = -(-heads // HEADS) * HEADS
-    q = jnp.pad(q.astype(pool.dtype), ((0, 0), (0, padded - heads), (0, 0)))
+    q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, padded - heads), (0, 0)))
     work = config.plan(held) if work is None else work
     items = _items(work, pages, held, q, pool, value_width=value_width, config=config, interpret=interpret)
     out, lse = triton.merge(work, items, interpret, "mla_decode")
@@ -122,7 +130,8 @@ def _items(
     count = work.items.shape[0]
     kept, rotary = value_width // HALVES, columns - value_width
     tiled: Any = {"transforms": (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))}
-    copies = max(1, TOKENS // pool.shape[1])  # of every part of a block
+    fp8 = is_fp8(pool)
+    copies = 1 if fp8 else max(1, TOKENS // pool.shape[1])  # of every part of a block, or its conversion
     tensor_barrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     shapes = [(rows, heads, value_width), (rows, heads), (count, heads, value_width), (count, heads)]
     kernel = plgpu.kernel(
@@ -133,13 +142,13 @@ def _items(
         num_threads=WARPGROUPS,
         thread_name="wg",
         scratch_types={
-            "q_kept": plgpu.SMEM((HEADS, kept), pool.dtype, **tiled),
-            "kept": plgpu.SMEM((config.stages, TOKENS, kept), pool.dtype, **tiled),
-            "tiles": plgpu.SMEM((config.tiles, TOKENS, COLUMNS), pool.dtype, **tiled),
+            "q_kept": plgpu.SMEM((HEADS, kept), q.dtype, **tiled),
+            "kept": plgpu.SMEM((config.stages, TOKENS, kept), q.dtype, **tiled),
+            "tiles": plgpu.SMEM((config.tiles, TOKENS, COLUMNS), q.dtype, **tiled),
             "lse_smem": plgpu.SMEM((HEADS,), jnp.float32),
-            "q_tiles": plgpu.TMEM((HEADS, kept + rotary), pool.dtype, packed=True),
+            "q_tiles": plgpu.TMEM((HEADS, kept + rotary), q.dtype, packed=True),
             "logits": plgpu.TMEM((HEADS, TOKENS), jnp.float32),
-            "chances": plgpu.TMEM((HEADS, TOKENS), pool.dtype, packed=True),
+            "chances": plgpu.TMEM((HEADS, TOKENS), q.dtype, packed=True),
             "acc": plgpu.TMEM((HEADS, kept), jnp.float32),
             "q_copied": plgpu.Barrier(num_arrivals=1),
             "q_stored": tensor_barrier(num_arrivals=1),
@@ -154,8 +163,12 @@ def _items(
             "chances_made": tensor_barrier(num_arrivals=1),
             "values_added": tensor_barrier(num_arrivals=1),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
+        # Of FP8 rows the kernel orders a warpgroup's threads by itself, for barriers around every store would hold the
+        # converter: between a store to shared memory and whatever reads it lies a `commit_smem`, which all wait at.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=SCRATCH, unsafe_no_auto_barriers=fp8
+        ),
         interpret=interpret_params(interpret, detect_races=True),
-        kernel_name="mla_decode_blackwell",
+        kernel_name="mla_decode_blackwell" + "_fp8" * fp8,
     )
-    return list(kernel(work.turns, work.items, pages, held, q, pool))
+    return list(kernel(work.turns, work.items, pages, held, q, *(fp8_views(pool) if fp8 else (pool,))))

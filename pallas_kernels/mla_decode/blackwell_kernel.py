@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode.blackwell_fp8 import convert
+from pallas_kernels.mla_decode.formats import Fp8Views
 from pallas_kernels.mla_decode.mosaic import in_turn, load, over
 
 LOG2E = math.log2(math.e)
@@ -22,13 +24,23 @@ COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds, and of a tile
 HALVES = 2  # of the latent's columns, one a program
 WARPGROUPS = 3
 COPY, MULTIPLY, SOFTMAX = range(WARPGROUPS)
+# Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
+# warpgroup that asks for more than the others gave back would wait for ever.
+REGISTERS = {"plain": (96, 96, 240), "fp8": (168, 96, 240)}
 
 
 def attend(
-    turns: Any, items: Any, pages: Any, held: Any, q: Any, pool: Any, out: Any, out_lse: Any, part: Any,
-    part_lse: Any, *, page_size: int, value_width: int, **scratch: Any,
+    turns: Any, items: Any, pages: Any, held: Any, q: Any, *refs: Any, page_size: int, value_width: int,
+    **scratch: Any,
 ) -> None:  # fmt: skip
-    """One program of `blackwell._items`, which says what `scratch` is: HEADS heads of a worker's items."""
+    """One program of `blackwell._items`, which says what `scratch` is: HEADS heads of a worker's items.
+
+    Args:
+      refs: the pool, or the three views of one of FP8 rows; the outputs; the parts.
+    """
+    *pool, out, out_lse, part, part_lse = refs
+    fp8 = len(pool) > 1
+    registers = REGISTERS["fp8" if fp8 else "plain"]
     wg = lax.axis_index("wg")
     half = lax.rem(lax.axis_index("part"), HALVES)
     heads = pl.ds(lax.div(lax.axis_index("part"), HALVES) * HEADS, HEADS)
@@ -42,7 +54,7 @@ def attend(
 
     @pl.when(wg == COPY)
     def _() -> None:
-        plgpu.set_max_registers(96, action="decrease")
+        plgpu.set_max_registers(registers[COPY], action="decrease")
 
         @each
         def _item(_: Any, row: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
@@ -51,11 +63,15 @@ def attend(
                 pl.when(nth0 > 0)(lambda: plgpu.barrier_wait(scratch["q_done"]))
                 plgpu.copy_gmem_to_smem(q.at[row, heads, own], scratch["q_kept"], scratch["q_copied"])
 
-            _copy(pages, pool, row, begin, end, length, nth0, own, firsts, page_size=page_size, **scratch)
+            if fp8:
+                widths = {"page_size": page_size, "value_width": value_width, "rotary": q.shape[2] - value_width}
+                convert(pages, Fp8Views(*pool), row, begin, end, length, nth0, half, **widths, **scratch)
+            else:
+                _copy(pages, pool[0], row, begin, end, length, nth0, own, firsts, page_size=page_size, **scratch)
 
     @pl.when(wg == MULTIPLY)
     def _() -> None:
-        plgpu.set_max_registers(96, action="decrease")
+        plgpu.set_max_registers(registers[MULTIPLY], action="decrease")
 
         @each
         def _item(_: Any, __: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
@@ -64,7 +80,7 @@ def attend(
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(registers[SOFTMAX], action="increase")
 
         @each
         def _item(item: Any, row: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:

@@ -28,7 +28,8 @@ def points(chip: str) -> Iterator[Point]:
         for rows, heads in product(("plain", "fp8"), (64, 128)):
             yield Point("hopper", rows, heads)
     if CHIPS[chip].capability == (10, 0):
-        yield Point("blackwell", "plain", 128)
+        for rows in ("plain", "fp8"):
+            yield Point("blackwell", rows, 128)
 
 
 def candidates(backend: str, heads: int) -> Iterator[dict[str, int]]:

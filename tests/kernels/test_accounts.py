@@ -58,6 +58,21 @@ def test_a_pair_of_programs_on_blackwell_makes_the_logits_twice():
     assert account([4096] * 128, heads=64, entry=entry, **chip).compute_s == found.compute_s, "half of it is padding"
 
 
+@pytest.mark.parametrize("rate", [16, 32, 64, 1024])
+def test_fp8_of_128_heads_goes_to_the_pair_at_any_rate_of_conversion(rate, monkeypatch):
+    """Two programs convert as often as Triton's two blocks of 64 heads, which do it before their products."""
+    monkeypatch.setitem(account.__globals__, "CONVERSIONS_PER_CLOCK", rate)
+    chip = DEEPSEEK | {"chip": "b200", "bytes_per_s": 8e12, "flops_per_s": 2.25e15}
+    pair, triton = (
+        account([4096] * 64, heads=128, entry=entry_for("mla_decode", "b200", backend, "fp8", 128), **chip)
+        for backend in order_of("b200", 128, fp8=True)[:2]
+    )
+    assert pair.conversions_s == pytest.approx(64 * 64 * 2 * 3 * 64 * 512 / rate / (2.25e15 / 8192))
+    assert pair.conversions_s == pytest.approx(triton.conversions_s)
+    assert pair.conversions_s <= pair.expected_s < triton.compute_s + triton.conversions_s
+    assert pair.under_way_bytes == 2 * 64 * 656 // 2, "two blocks, half of which the neighbour asks for"
+
+
 def test_few_heads_are_bound_by_memory():
     found = account([8192] * 32, heads=16, entry=entry_for("mla_decode", "h200", "triton", "fp8", 16), **DEEPSEEK)
     assert found.bound == "memory" and found.limit_s == pytest.approx(found.bytes / 4.8e12)

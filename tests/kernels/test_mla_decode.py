@@ -19,6 +19,7 @@ from pallas_kernels.mla_decode import (
     BlackwellConfig,
     HopperConfig,
     TritonConfig,
+    blackwell_kernel,
     fp8_row_bytes,
     hopper,
     hopper_kernel,
@@ -138,6 +139,10 @@ def test_registers_of_warpgroups_are_those_that_a_program_has():
     for rows, heads in product(("plain", "fp8"), (64, 128)):
         evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
         assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
+    for rows, of_warpgroups in blackwell_kernel.REGISTERS.items():
+        assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
+        evidence = entry_for("mla_decode", "b200", "blackwell", rows, 128)["evidence"]
+        assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
 
 
 BLACKWELL = {
@@ -146,23 +151,41 @@ BLACKWELL = {
     "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
     "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
 }
+BLACKWELL_FP8 = {
+    "FP8 in pages of half a block": Case(lengths=(64, 0, 130), latent=256, rotary=64, heads=20, page_size=32, fp8=True),
+    "FP8 in pages of two blocks, 130 heads": Case(
+        lengths=(250,), latent=256, rotary=64, heads=130, page_size=128, fp8=True
+    ),
+    "FP8 in pages of 8, a rotary width of two tiles": Case(
+        lengths=(30, 64), latent=256, rotary=128, page_size=8, fp8=True
+    ),
+    "FP8, what the table is for": Case(lengths=(250,), latent=512, rotary=64, heads=20, page_size=64, fp8=True),
+}
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's tcgen05 is interpreted from JAX 0.12 on")
 @pytest.mark.parametrize(
-    "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(BLACKWELL)]
+    "name",
+    [
+        name if i == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for cases in (BLACKWELL, BLACKWELL_FP8)
+        for i, name in enumerate(cases)
+    ],
 )
 def test_blackwell_is_softmax_attention(name):
     """Ragged, empty, split and poisoned; nothing stands in for the GPU's operations, and a race would be raised."""
-    case = BLACKWELL[name]
+    case = (BLACKWELL | BLACKWELL_FP8)[name]
     given = make(case)
     # Several items in one program, or one of several rows' cut among programs.
     config = BlackwellConfig(stages=2, tiles=3, workers=1 if len(case.lengths) > 2 else 3, overhead=0)
-    if name == "what the table is for":
-        config = replace(config_for("b200", "blackwell", "plain", 128), workers=2)
+    if "what the table is for" in name:
+        config = replace(config_for("b200", "blackwell", "fp8" if case.fp8 else "plain", 128), workers=2)
     decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
-    got = jax.jit(decode)(as_bf16(given.q), as_bf16(given.pool), given.pages, given.held)
-    assert within(got, reference(case, given), "bfloat16")
+    pool = jnp.asarray(given.pool) if case.fp8 else as_bf16(given.pool)
+    got = jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held)
+    assert within(got, reference(case, given), "fp8" if case.fp8 else "bfloat16")
+    rounded = np.asarray(as_bf16(given.rows).astype(jnp.float32))
+    assert within(got, reference(case, given._replace(rows=rounded)), "bfloat16"), "once, and nothing but the rows"
 
 
 def as_bf16(x: np.ndarray) -> jax.Array:
@@ -220,7 +243,7 @@ SCALE_MUTANTS = {
     ("case", "mutant"),
     [
         pytest.param(case, mutant, id=f"{name}-{mutant}")
-        for name, case in {"triton": CASES["fp8"], **HOPPER_FP8}.items()
+        for name, case in {"triton": CASES["fp8"], **HOPPER_FP8, **BLACKWELL_FP8}.items()
         for mutant in SCALE_MUTANTS
         if not (case.page_size == 8 and "eight rows" in mutant)  # the same row of a page of eight
     ],
@@ -417,6 +440,24 @@ def arguments(**changes: Any) -> dict[str, Any]:
             NotImplementedError,
             "give at least 2 stages and 1 tile, not 1 and 8",
         ),
+        (
+            {"pool": (5, 64, 656), "q": (2, 16, 576), "dtype": jnp.uint8},
+            {"backend": "blackwell", "value_width": 512, "config": BlackwellConfig(stages=2, tiles=1, workers=1)},
+            NotImplementedError,
+            "give at least 2 stages and 2 tiles, not 2 and 1",
+        ),
+        (
+            {"pool": (5, 64, 260), "q": (2, 16, 192), "dtype": jnp.uint8},
+            {"backend": "blackwell", "chip": "b200", "value_width": 128},
+            NotImplementedError,
+            "the Blackwell kernel takes FP8 rows of a latent width in steps of 256, not 128",
+        ),
+        (
+            {"pool": (5, 64, 192), "q": (2, 16, 192), "dtype": jnp.float32},
+            {"backend": "blackwell", "chip": "b200", "value_width": 128},
+            NotImplementedError,
+            "the Blackwell kernel reads BF16 and FP8 rows, not float32: give one of the two",
+        ),
         ({}, {"backend": "blackwell", "chip": "h200"}, NotImplementedError, "no blackwell configuration .* on h200"),
     ],
 )
@@ -434,15 +475,8 @@ def test_the_order_follows_the_chip_and_the_heads():
     assert order_of(None, 128) == ("ref",)
     assert order_of("h200", 16) == order_of("b200", 64) == ("triton", "ref")
     assert order_of("h200", 32) == order_of("h200", 64, fp8=True) == ("hopper", "triton", "ref")
-    assert order_of("h200", 32, fp8=True) == order_of("b200", 128, fp8=True) == ("triton", "ref")
-    assert order_of("b200", 128) == order_of("b200", 65) == ("blackwell", "triton", "ref")
-
-
-def test_fp8_rows_are_refused_by_name():
-    rows: dict[str, Any] = arguments(q=(2, 64, 576)) | {"pool": jnp.zeros((5, 64, 656), jnp.uint8)}
-    config = BlackwellConfig(stages=3, tiles=8, workers=1)
-    with pytest.raises(NotImplementedError, match="the Blackwell kernel reads BF16 rows, not FP8"):
-        mla_decode(**rows, value_width=512, backend="blackwell", config=config)
+    assert order_of("h200", 32, fp8=True) == order_of("b200", 64, fp8=True) == ("triton", "ref")
+    assert order_of("b200", 128) == order_of("b200", 65, fp8=True) == ("blackwell", "triton", "ref")
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has Mosaic GPU's interpret mode")

@@ -93,14 +93,21 @@ def test_the_hopper_kernel_stands_on_wgmma_and_tma(compiler, rows, heads):
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX before 0.11 cannot compile for a B200")
-def test_the_blackwell_kernel_stands_on_tcgen05_and_tma(compiler):
-    entry, kernels = variant("b200", "plain", 128, "blackwell")
-    evidence, kernel, config = entry["evidence"], kernels["mla_decode_blackwell"], BlackwellConfig(**entry["config"])
+@pytest.mark.parametrize("rows", ["plain", "fp8"])
+def test_the_blackwell_kernel_stands_on_tcgen05_and_tma(compiler, rows):
+    entry, kernels = variant("b200", rows, 128, "blackwell")
+    fp8 = rows == "fp8"
+    kernel = kernels["mla_decode_blackwell_fp8" if fp8 else "mla_decode_blackwell"]
+    evidence, config = entry["evidence"], BlackwellConfig(**entry["config"])
     assert kernel.instructions["tcgen05.mma"] == 576 // 16 + 2 * 64 // 16, (
         "logits by 16 columns; values by 16 tokens, in the loop and after it"
     )
-    assert kernel.instructions["cp.async.bulk.tensor"] == 1 + 1 + 320 // 64, "queries, kept columns, and tiles"
+    assert kernel.instructions["cp.async.bulk.tensor"] == (1 if fp8 else 1 + 1 + 320 // 64), (
+        "queries; kept columns and tiles, where they are not converted"
+    )
+    assert kernel.instructions["cvt.rn.f16x2.e4m3x2"] == (64 * 512 // 128 // 2 if fp8 else 0), "two a thread at a time"
     assert not kernel.instructions["mma.sync"] and kernel.instructions["setmaxnreg"] == 3
+    assert kernel.losses == (), "warpgroups without the registers they ask for"
     assert kernel.spills == 0 and kernel.threads == evidence["threads"]
     if same_compilers(evidence):
         found = {"registers": kernel.registers, "spill_bytes": kernel.spills}

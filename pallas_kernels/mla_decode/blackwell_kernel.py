@@ -5,6 +5,7 @@ See `blackwell` for why they are cut so. A barrier is named for what has happene
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ def attend(
     firsts: list[Any] = [(1 - half) * kept + first for first in range(0, kept, COLUMNS)]
     firsts += list(range(value_width, q.shape[2], COLUMNS))
 
-    each = functools.partial(in_turn, turns, items, held, lax.axis_index("worker"))
+    worker = lax.axis_index("worker")
+    each = functools.partial(in_turn, turns, items, held, worker)
 
     @pl.when(wg == COPY)
     def _() -> None:
@@ -82,17 +84,25 @@ def attend(
     def _() -> None:
         plgpu.set_max_registers(registers[SOFTMAX], action="increase")
 
+        def queries(item: jax.Array) -> None:
+            @pl.when(item < turns[worker + 1])
+            def _() -> None:
+                row, begin, end = (items[item, i] for i in range(3))
+
+                @pl.when(end > begin)
+                def _() -> None:
+                    for i, first in enumerate(firsts):
+                        mine = load(q.at[row, heads, pl.ds(first, COLUMNS)], plgpu.Layout.TCGEN05)
+                        plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
+                    plgpu.commit_tmem()
+                    plgpu.barrier_arrive(scratch["q_stored"])
+
+        queries(turns[worker])
+
         @each
         def _item(item: Any, row: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
-            @pl.when(end > begin)
-            def _() -> None:  # all logits of the item before were here, so its queries are done with
-                for i, first in enumerate(firsts):
-                    mine = load(q.at[row, heads, pl.ds(first, COLUMNS)], plgpu.Layout.TCGEN05)
-                    plgpu.async_store_tmem(scratch["q_tiles"].at[:, pl.ds(i * COLUMNS, COLUMNS)], mine)
-                plgpu.commit_tmem()
-                plgpu.barrier_arrive(scratch["q_stored"])
-
-            top, total = _softmax(begin, end, length, nth0, **scratch)
+            # The next item's logits are made beside the last values of this one, and while it is written.
+            top, total = _softmax(begin, end, length, nth0, lambda: queries(item + 1), **scratch)
             row, alone = items[item, 0], items[item, 3]  # again, rather than kept in registers
             write = functools.partial(_write, top, total, half == 0, **scratch)
             pl.when(alone == 1)(lambda: write(out.at[row, heads, own], out_lse.at[row, heads]))
@@ -182,11 +192,13 @@ def _multiply(
 
 
 def _softmax(
-    begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array, *, kept: Any, last_here: Any, logits: Any,
-    logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any, values_added: Any, **_: Any,
+    begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array, then: Callable[[], None], *, kept: Any,
+    last_here: Any, logits: Any, logits_made: Any, logits_read: Any, chances: Any, chances_made: Any, acc: Any,
+    values_added: Any, **_: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Probabilities of every block, and the accumulator rescaled. Returns the maximum of the logits, base 2, and
-    the sum of the probabilities relative to it, f32[HEADS] each; all values are added when it returns.
+    """Probabilities of every block, and the accumulator rescaled. Calls `then` when the queries are done with. Returns
+    the maximum of the logits, base 2, and the sum of the probabilities relative to it, f32[HEADS] each; all values are
+    added when it returns.
     """
     width = kept.shape[2]
 
@@ -237,6 +249,7 @@ def _softmax(
     top = plgpu.layout_cast(jnp.full((HEADS,), -1e30, jnp.float32), laid)
     total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), laid)
     top, total = lax.fori_loop(begin, end, block, (top, total))
+    then()
 
     @pl.when(end > begin)
     def _() -> None:

@@ -123,7 +123,7 @@ def _lead(
         p16 = p.astype(p_smem.dtype)
         tell(scale, p16, i > begin)
         acc = acc * over(scale, shape=acc.shape)
-        acc = add_product(acc, p16, latent.at[slot, LEADER], interpreted)
+        acc = add_product(acc, p16, _own(latent, slot), interpreted)
         plgpu.barrier_arrive(done.at[slot])
         return acc, new_top, total
 
@@ -156,7 +156,7 @@ def _follow(
     def block(i: jax.Array, acc: jax.Array) -> jax.Array:
         slot = lax.rem(nth0 + i - begin, latent.shape[0])
         plgpu.barrier_wait(here.at[slot])
-        acc = add_product(told(acc), p_smem, latent.at[slot, FOLLOWER], interpreted)
+        acc = add_product(told(acc), p_smem, _own(latent, slot), interpreted)
         plgpu.barrier_arrive(p_done)
         plgpu.barrier_arrive(done.at[slot])
         return acc
@@ -164,6 +164,11 @@ def _follow(
     acc = told(lax.fori_loop(begin, end, block, _zeros(latent, interpreted)))
     plgpu.barrier_arrive(p_done)
     return acc
+
+
+def _own(latent: Any, slot: jax.Array) -> Any:
+    """The warpgroup's half of a stage. By its number: JAX 0.12 compiles no `run_state` over a constant index."""
+    return latent.at[slot, lax.axis_index("wg")]
 
 
 def _zeros(latent: Any, interpreted: bool) -> jax.Array:

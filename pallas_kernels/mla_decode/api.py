@@ -89,8 +89,8 @@ def mla_decode(
 def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, ...]:
     """Which backends are asked, in turn. Where no GPU of CHIPS is: the reference.
 
-    The Hopper kernel always takes 64 heads at a time: a quarter full, it spends as long on products as on its rows, and
-    Triton's smaller blocks leave more of the chip to the memory. Above that its warpgroups overlap what Triton's
+    The Hopper kernel always takes 64 heads at a time. A quarter full it spends two thirds as long on them as its BF16
+    rows take to come, and Triton's two programs a multiprocessor have four times as much under way. Above that its warpgroups overlap what Triton's
     programs do one after another. Of FP8 rows the Hopper kernel makes BF16 anew for every 64 heads, which by its
     account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
 

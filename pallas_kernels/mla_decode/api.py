@@ -90,9 +90,9 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
     """Which backends are asked, in turn. Where no GPU of CHIPS is: the reference.
 
     The Hopper kernel always takes 64 heads at a time. A quarter full it spends two thirds as long on them as its BF16
-    rows take to come, and Triton's two programs a multiprocessor have four times as much under way. Above that its warpgroups overlap what Triton's
-    programs do one after another. Of FP8 rows the Hopper kernel makes BF16 anew for every 64 heads, which by its
-    account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
+    rows take to come, and Triton's two programs a multiprocessor have four times as much under way. Above that its
+    warpgroups overlap what Triton's programs do one after another. Of FP8 rows the Hopper kernel makes BF16 anew for
+    every 64 heads, which by its account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
 
     The Blackwell kernel takes 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328 clocks of an
     SM's products on 64 tokens, whose BF16 rows take 2,640 to come; a block of 64 heads in Triton spends 1,600. FP8 rows

@@ -84,15 +84,14 @@ def main(arguments: list[str]) -> int:
     asked = {name: getattr(options, name) for name in Point._fields}
     print(f"{options.chip}, JAX {jax.__version__}, ptxas {ptxas_version()}")
     found, missed = {}, False
-    there = [point for op in options.op or OPS for point in OPS[op].points(options.chip)]
+    there = {op: list(OPS[op].points(options.chip)) for op in options.op or OPS}
     for name, wish in asked.items():
-        has = {getattr(point, name): None for point in there}
+        has = dict.fromkeys(getattr(point, name) for points in there.values() for point in points)
         if odd := [str(value) for value in wish or () if value not in has]:
             told_of_all = ", ".join(map(str, has))
             print(f"no {name} {', '.join(odd)} on the {options.chip}; there are: {told_of_all}", file=sys.stderr)
             return 2
-    for op in options.op or OPS:
-        own = list(OPS[op].points(options.chip))
+    for op, own in there.items():
         found[op] = [p for p in own if all(wish is None or getattr(p, name) in wish for name, wish in asked.items())]
         if options.op and not found[op]:
             print(f"{op} has no such point on the {options.chip}; it has: {', '.join(map(str, own))}", file=sys.stderr)

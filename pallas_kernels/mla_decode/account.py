@@ -25,6 +25,7 @@ from typing import Any, final
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode.formats import fp8_row_bytes
 from pallas_kernels.mla_decode.fp8_rows import BLOCKS_AHEAD
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS
 
 LATENCY_S = 8e-7  # of HBM under load: an assumption, to be measured
 EXPONENTIALS_PER_CLOCK = 16  # of one SM's special function units
@@ -37,7 +38,6 @@ CONVERSIONS_PER_CLOCK = 32
 RATE = {"wgmma.mma_async": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.6}
 # Warp-specialised kernels, and how many heads a program of theirs takes at a time.
 SPECIALISED = {"hopper": 64, "blackwell": 128}
-COLUMNS = 64  # of a tile of the Blackwell kernel
 
 
 @final
@@ -90,7 +90,7 @@ def account(
     """
     config, evidence, backend = entry["config"], entry["evidence"], entry["backend"]
     apart = backend in SPECIALISED
-    block = 64 if apart else config["block_tokens"]
+    block = TOKENS if apart else config["block_tokens"]
     block_heads = SPECIALISED[backend] if apart else config["block_heads"]
     head_blocks = -(-heads // block_heads)
     columns = latent + rotary
@@ -102,8 +102,9 @@ def account(
 
     ahead = (config["stages"] - 1) * block * row_bytes
     fp8 = entry["rows"] == "fp8"
-    if backend == "blackwell" and fp8:  # what is asked for through L2, by both programs of a pair: a half each
-        ahead = BLOCKS_AHEAD * block * row_bytes // 2
+    programs = 2 if backend == "blackwell" else 1  # of a block of heads
+    if apart and fp8:  # what is asked for through L2, by every program that takes the row
+        ahead = BLOCKS_AHEAD * block * row_bytes // (programs * head_blocks)
     elif backend == "blackwell":  # of the kept half one block waits for its values and one is multiplied; and tiles
         ahead = (config["stages"] - 2) * block * latent + (config["tiles"] - 1) * 2 * block * COLUMNS
     under_way = resident * ahead
@@ -111,16 +112,14 @@ def account(
     memory_s = moved / bytes_per_s / min(1.0, under_way / wanted)
 
     clock = flops_per_s / sms / CHIPS[chip].flops_per_clock
-    logits = 2 if backend == "blackwell" else 1  # times that they are made: by both programs of a pair
-    issued = 2 * block_heads * block * (logits * columns + latent)
+    issued = 2 * block_heads * block * (programs * columns + latent)  # logits by both programs of a pair
     products = issued / (CHIPS[chip].flops_per_clock * RATE[evidence["mma"]])
-    softmax = logits * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
+    softmax = programs * block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / FLOATS_PER_CLOCK
     clocks = max(products, softmax) if apart or resident > 1 else products + softmax
     if backend == "hopper":
         leader = 2 * block_heads * block * (columns + latent / 2) / CHIPS[chip].flops_per_clock
         leader += block_heads * block / EXPONENTIALS_PER_CLOCK + block_heads * latent / 2 / FLOATS_PER_CLOCK
         clocks = max(clocks, leader, shared_clocks(latent=latent, rotary=rotary, block=block))
-    programs = 2 if backend == "blackwell" else 1  # of a block, that convert all of it
     conversions = programs * 3 * block * latent / CONVERSIONS_PER_CLOCK if fp8 else 0.0
     if apart:
         clocks = max(clocks, conversions)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.chip import CHIPS, known_chip, target_chip
 from pallas_kernels.mla_decode import blackwell, hopper, ref, triton
@@ -68,11 +67,10 @@ def mla_decode(
                 told = f"{name} takes a {CONFIGS[name].__name__}, not a {type(chosen).__name__}"
                 raise NotImplementedError(told) if backend is None else ValueError(f"{told}.")
             cut = work
-            if work is not None and work.cut != (wanted := _cut_of(chosen, q.shape[0])):
+            if work is not None and work.cut != chosen.cut:
                 if backend is not None:
-                    raise ValueError(
-                        f"work was cut in {work.cut}, but {name} takes {wanted} here: plan it with the same arguments."
-                    )
+                    told = f"work was cut in {work.cut}, but {name} takes {chosen.cut} here"
+                    raise ValueError(f"{told}: plan it with the same arguments.")
                 cut = None  # planned for a backend that refused
             return kernel(*args, value_width=value_width, config=chosen, work=cut, interpret=interpret)
 
@@ -126,12 +124,7 @@ def plan_decode(held: Any, *, heads: int, fp8: bool, backend: str | None = None,
 
 def fits(work: Work, *, heads: int, fp8: bool, backend: str, chip: str) -> bool:
     """Whether `work` was cut as the backend of this chip takes it."""
-    config = config_for(chip, backend, "fp8" if fp8 else "plain", heads)
-    return work.cut == _cut_of(config, work.first.shape[0] - 1)
-
-
-def _cut_of(config: Any, rows: int) -> str:
-    return jax.eval_shape(config.plan, jax.ShapeDtypeStruct((rows,), jnp.int32)).cut
+    return work.cut == config_for(chip, backend, "fp8" if fp8 else "plain", heads).cut
 
 
 def _rows(pool: jax.Array) -> str:

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import triton
-from pallas_kernels.mla_decode.blackwell_kernel import COLUMNS, HALVES, HEADS, TOKENS, WARPGROUPS, attend
+from pallas_kernels.mla_decode.blackwell_kernel import HALVES, HEADS, WARPGROUPS, attend
 from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
-from pallas_kernels.mla_decode.mosaic import interpret_params, refuse_pages
-from pallas_kernels.mla_decode.work import Work, split_evenly
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages
+from pallas_kernels.mla_decode.work import Cut, Work, split_evenly
 
 TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
 SCRATCH = ALIGNED = 1024  # bytes of shared memory: for a maximum over warps, and what an array is rounded up to
@@ -46,9 +46,9 @@ class BlackwellConfig:
     overhead: int = 4  # what an item costs beside its blocks, in blocks
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return TOKENS
+    def cut(self) -> Cut:
+        """Of the work that it takes."""
+        return Cut(TOKENS, self.workers, persistent=True)
 
     def smem_bytes(self, value_width: int) -> int:
         """Shared memory of one program; barriers left out."""

@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.formats import GROUP, Fp8Views
-from pallas_kernels.mla_decode.fp8_rows import COLUMNS, Converter, Part
+from pallas_kernels.mla_decode.fp8_rows import Converter, Part
+from pallas_kernels.mla_decode.mosaic import COLUMNS
 
 
 def convert(
-    pages: Any, pool: Fp8Views, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
+    pages: Any, pool: Fp8Views, row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
     half: jax.Array, *, page_size: int, value_width: int, rotary: int, kept: Any, kept_here: Any, kept_done: Any,
     tiles: Any, tile_here: Any, tile_done: Any, **_: Any,
 ) -> None:  # fmt: skip
@@ -73,7 +74,7 @@ def convert(
     others = [tile((1 - half) * groups + group, group * each, each) for group in range(groups)]
     parts = [*map(keep, range(groups)), *others, tile(None, groups * each, rotary // COLUMNS)]
     rows = Converter(
-        pool=pool, pages=pages, row=at, length=length, page_size=page_size, value_width=value_width, rotary=rotary,
+        pool=pool, pages=pages, row=row, length=length, page_size=page_size, value_width=value_width, rotary=rotary,
         interpreted=False,
     )  # fmt: skip
     rows.run(begin, end, parts, nth0)

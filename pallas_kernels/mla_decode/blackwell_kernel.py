@@ -16,12 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.blackwell_fp8 import convert
 from pallas_kernels.mla_decode.formats import Fp8Views
-from pallas_kernels.mla_decode.mosaic import in_turn, load, over
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, in_turn, load, over, runs
 
 LOG2E = math.log2(math.e)
 HEADS = 128  # of a program: the lanes of tensor memory
-TOKENS = 64  # of a block
-COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds, and of a tile
 HALVES = 2  # of the latent's columns, one a program
 WARPGROUPS = 3
 COPY, MULTIPLY, SOFTMAX = range(WARPGROUPS)
@@ -110,21 +108,15 @@ def attend(
 
 
 def _copy(
-    pages: Any, pool: Any, at: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
+    pages: Any, pool: Any, row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
     own: Any, firsts: list[Any], *, page_size: int, kept: Any, kept_here: Any, kept_done: Any, tiles: Any,
     tile_here: Any, tile_done: Any, **_: Any,
 ) -> None:  # fmt: skip
     """Blocks begin to end, in the order in which `_multiply` reads them."""
-    together = min(page_size, TOKENS)  # tokens that one copy takes
 
     @pl.loop(begin, end)
     def _block(block: jax.Array) -> None:
-        places = []
-        for first in range(0, TOKENS, together):
-            token = jnp.minimum(block * TOKENS + first, length - 1)  # a page without tokens is never read
-            page, inside = pages[at, lax.div(token, page_size)], lax.rem(block * TOKENS + first, page_size)
-            tokens = pl.ds(inside if page_size > together else 0, together)
-            places.append((page, tokens, pl.ds(first, together)))
+        places = runs(pages, row, length, block, page_size)
 
         def fetch(nth: jax.Array, columns: Any, to: Any, here: Any, done: Any) -> None:
             slot = lax.rem(nth, to.shape[0])
@@ -133,8 +125,8 @@ def _copy(
             def _() -> None:
                 plgpu.barrier_wait(done.at[slot])
 
-            for page, tokens, rows in places:
-                plgpu.copy_gmem_to_smem(pool.at[page, tokens, columns], to.at[slot, rows], here.at[slot])
+            for page, slots, tokens in places:
+                plgpu.copy_gmem_to_smem(pool.at[page, slots, columns], to.at[slot, tokens], here.at[slot])
 
         nth = nth0 + block - begin
         fetch(nth, own, kept, kept_here, kept_done)

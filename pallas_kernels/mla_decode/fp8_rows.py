@@ -16,10 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.formats import GROUP
-from pallas_kernels.mla_decode.mosaic import laid, load, over
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, laid, load, over
 
-TOKENS = 64  # of a block
-COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
 PIECE = 32  # tokens that are loaded together, GROUP columns or the rotary ones of each
 BLOCKS_AHEAD = 2  # on their way to L2
 PIECES_AHEAD = 3  # on their way to registers
@@ -65,7 +63,7 @@ class Converter:
     rotary: int  # columns
     interpreted: bool
 
-    def run(self, begin: jax.Array, end: jax.Array, parts: Sequence[Part], nth0: Any = 0) -> None:
+    def run(self, begin: jax.Array, end: jax.Array, parts: Sequence[Part], nth0: jax.Array) -> None:
         """Every block from `begin` to `end`, part by part.
 
         Args:

@@ -22,10 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
-from pallas_kernels.mla_decode.hopper_kernel import COLUMNS, HALVES, HEADS, TOKENS, attend, copy_rows
+from pallas_kernels.mla_decode.hopper_kernel import HALVES, HEADS, attend, copy_rows
 from pallas_kernels.mla_decode.hopper_rows import convert_rows
-from pallas_kernels.mla_decode.mosaic import interpret_params, refuse_pages
-from pallas_kernels.mla_decode.work import Work, split_evenly
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages
+from pallas_kernels.mla_decode.work import Cut, Work, split_evenly
 
 
 @final
@@ -38,9 +38,9 @@ class HopperConfig:
     overhead: int = 4  # what an item costs beside its blocks, in blocks
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return TOKENS
+    def cut(self) -> Cut:
+        """Of the work that it takes."""
+        return Cut(TOKENS, self.workers, persistent=True)
 
     def smem_bytes(self, columns: int) -> int:
         """Shared memory of one program, for rows of so many BF16 columns; barriers left out."""

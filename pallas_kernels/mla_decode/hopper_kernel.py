@@ -14,12 +14,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.mosaic import add_product, in_turn, laid, load, masked_logits, over, zero_rows
+from pallas_kernels.mla_decode.mosaic import (
+    COLUMNS,
+    TOKENS,
+    add_product,
+    in_turn,
+    laid,
+    load,
+    masked_logits,
+    over,
+    runs,
+    zero_rows,
+)
 
 LOG2E = math.log2(math.e)
 HEADS = 64  # of a block: the rows of a wgmma
-TOKENS = 64  # of a block
-COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
 HALVES = 2  # of the latent's columns in shared memory, one a computing warpgroup
 LEADER, FOLLOWER, BRINGER = range(3)
 # Of a thread of each. A program starts with 168 for each of its 384 threads, so these may add up to 3 x 168: a
@@ -34,7 +43,7 @@ def attend(
     """One program of `hopper._items`, which says what `scratch` is: HEADS heads of a worker's items.
 
     Args:
-      bring: `bring(pages, pools, row, length, begin, end, nth0, **scratch)` fills the stages with an item's blocks.
+      bring: `bring(pages, pools, row, begin, end, length, nth0, **scratch)` fills the stages with an item's blocks.
     """
     *pools, out, out_lse, part, part_lse = refs
     wg = lax.axis_index("wg")
@@ -48,7 +57,7 @@ def attend(
         @each
         def _item(_: Any, row: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
             pl.when(end > begin)(lambda: _queries(q.at[row, heads], nth0 > 0, **scratch))
-            bring(pages, pools, row, length, begin, end, nth0, **scratch)
+            bring(pages, pools, row, begin, end, length, nth0, **scratch)
 
     def store(which: int, item: Any, acc: jax.Array, lse: Any = None) -> None:
         columns = pl.ds(which * acc.shape[1], acc.shape[1])
@@ -176,13 +185,13 @@ def _zeros(latent: Any, interpreted: bool) -> jax.Array:
 
 
 def copy_rows(
-    pages: Any, pools: Any, row: jax.Array, length: jax.Array, begin: jax.Array, end: jax.Array, nth0: jax.Array,
+    pages: Any, pools: Any, row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
     *, interpreted: bool, latent: Any, rope: Any, here: Any, landed: Any, done: Any, **_: Any,
 ) -> None:  # fmt: skip
     """`bring` of BF16 rows: by TMA, a block as soon as its stage is free; zeros where a block's tokens end."""
     (pool,) = pools
     page_size, stages, half, rotary = pool.shape[1], latent.shape[0], latent.shape[3], rope.shape[2]
-    together = min(page_size, TOKENS)  # tokens that one copy takes
+    copies = (HALVES + 1) * max(1, TOKENS // page_size)
 
     @pl.loop(begin, end)
     def _block(block: jax.Array) -> None:
@@ -191,15 +200,12 @@ def copy_rows(
         pl.when(nth >= stages)(lambda: plgpu.barrier_wait(done.at[slot]))
 
         def copy(barrier: Any) -> None:
-            for first in range(0, TOKENS, together):
-                token = jnp.minimum(block * TOKENS + first, length - 1)  # a page without tokens is never read
-                page, inside = pages[row, lax.div(token, page_size)], lax.rem(block * TOKENS + first, page_size)
-                tokens, to = pl.ds(inside if page_size > together else 0, together), pl.ds(first, together)
+            for page, slots, tokens in runs(pages, row, length, block, page_size):
                 for i in range(HALVES):
-                    plgpu.copy_gmem_to_smem(
-                        pool.at[page, tokens, pl.ds(i * half, half)], latent.at[slot, i, to], barrier
-                    )
-                plgpu.copy_gmem_to_smem(pool.at[page, tokens, pl.ds(HALVES * half, rotary)], rope.at[slot, to], barrier)
+                    mine = pool.at[page, slots, pl.ds(i * half, half)]
+                    plgpu.copy_gmem_to_smem(mine, latent.at[slot, i, tokens], barrier)
+                mine = pool.at[page, slots, pl.ds(HALVES * half, rotary)]
+                plgpu.copy_gmem_to_smem(mine, rope.at[slot, tokens], barrier)
 
         whole = block * TOKENS + TOKENS <= length
         pl.when(whole)(lambda: copy(here.at[slot]))
@@ -211,5 +217,5 @@ def copy_rows(
             for i in range(HALVES):
                 zero_rows(latent.at[slot, i], length - block * TOKENS, COLUMNS, interpreted)
             plgpu.commit_smem()
-            for _ in range(TOKENS // together * (HALVES + 1)):  # as often as the copies would have
+            for _ in range(copies):  # as often as they would have arrived
                 plgpu.barrier_arrive(here.at[slot])

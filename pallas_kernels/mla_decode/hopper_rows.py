@@ -10,12 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.formats import GROUP, Fp8Views
 from pallas_kernels.mla_decode.fp8_rows import Converter, Part
-from pallas_kernels.mla_decode.hopper_kernel import COLUMNS, HALVES, TOKENS
-from pallas_kernels.mla_decode.mosaic import zero_rows
+from pallas_kernels.mla_decode.hopper_kernel import HALVES
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, zero_rows
 
 
 def convert_rows(
-    pages: Any, pools: Any, row: jax.Array, length: jax.Array, begin: jax.Array, end: jax.Array, nth0: jax.Array,
+    pages: Any, pools: Any, row: jax.Array, begin: jax.Array, end: jax.Array, length: jax.Array, nth0: jax.Array,
     *, page_size: int, value_width: int, rotary: int, interpreted: bool, latent: Any, rope: Any, here: Any, done: Any,
     **_: Any,
 ) -> None:  # fmt: skip

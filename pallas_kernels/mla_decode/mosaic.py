@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+TOKENS = 64  # of a block
+COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
 INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
 
 
@@ -49,6 +51,18 @@ def refuse_pages(page_size: int, block: int) -> None:
         raise NotImplementedError(
             f"TMA copies blocks of {block} tokens: pages of 8, 16, 32 or multiples of {block}, not {page_size}."
         )
+
+
+def runs(
+    pages: Any, row: jax.Array, length: jax.Array, block: jax.Array, page_size: int
+) -> list[tuple[jax.Array, Any, Any]]:
+    """Page, slots, and tokens of the block, of what one TMA copy takes; a page without tokens is never read."""
+    together, found = min(page_size, TOKENS), []
+    for first in range(0, TOKENS, together):
+        token = jnp.minimum(block * TOKENS + first, length - 1)
+        page, inside = pages[row, lax.div(token, page_size)], lax.rem(block * TOKENS + first, page_size)
+        found.append((page, pl.ds(inside if page_size > together else 0, together), pl.ds(first, together)))
+    return found
 
 
 def turned(ref: Any) -> Any:

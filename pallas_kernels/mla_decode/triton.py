@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.mla_decode.formats import GROUP, fp8_row_bytes, fp8_views, is_fp8
-from pallas_kernels.mla_decode.work import Work, split_work
+from pallas_kernels.mla_decode.work import Cut, Work, split_work
 
 LOG2E = math.log2(math.e)
 
@@ -43,6 +43,11 @@ class TritonConfig:
     stages: int  # blocks of tokens in flight
     workers: int  # programs of one head block that the chip holds at once
     overhead: int = 2  # what an item costs beside its blocks, in blocks
+
+    @property
+    def cut(self) -> Cut:
+        """Of the work that it takes."""
+        return Cut(self.block_tokens, self.workers, persistent=False)
 
     def plan(self, held: Any) -> Work:
         """The items for i32[B] tokens held: the same for every layer of a step, so worth making once."""

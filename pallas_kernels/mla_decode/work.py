@@ -9,13 +9,24 @@ program sums over comparisons stand where a search or a running sum would be loo
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 WAVES = 4  # items per worker, at most, where a program takes one
+
+
+class Cut(NamedTuple):
+    """What work and the configuration of a kernel that takes it agree in."""
+
+    block: int  # tokens
+    workers: int
+    persistent: bool  # whether programs take several items
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block} for {self.workers} {'persistent ' * self.persistent}workers"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["items", "first", "turns"], meta_fields=["block", "workers"])
@@ -32,9 +43,9 @@ class Work:
     workers: int  # that it was balanced for
 
     @property
-    def cut(self) -> str:
-        """What a kernel must agree with, in words."""
-        return f"blocks of {self.block} for {self.workers} {'persistent ' * bool(len(self.turns))}workers"
+    def cut(self) -> Cut:
+        """How it was cut."""
+        return Cut(self.block, self.workers, len(self.turns) > 0)
 
 
 def split_work(held: Any, *, block: int, workers: int, overhead: int) -> Work:
@@ -68,8 +79,8 @@ def split_evenly(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     Of a numpy array it is made in numpy. There are at most `workers` + B items.
 
     Rows lie on a line, each `overhead` blocks of nothing (an item's start, and merging it) and then its blocks, and
-    every worker has an equal piece of the line: only rows across an end of a piece are cut. None is where the workers
-    would be done as soon with the whole rows whose middles lie in their pieces.
+    every worker has an equal piece of the line: only rows across an end of a piece are cut. None is where whole rows,
+    by the pieces that their middles lie in, are no more than a piece and `overhead` for any worker.
     """
     xp = _numpy_of(held)
     B = held.shape[0]

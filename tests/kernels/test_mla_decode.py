@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, settings
 from hypothesis import given as draw
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from pallas_kernels.chip import CHIPS
@@ -306,6 +306,7 @@ def test_work_is_every_block_once_and_is_even(held, how):
 
 @settings(max_examples=60)
 @draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
+@example([0, 0, 3, 0, 6, 0], (4, 1, 5))
 def test_work_of_persistent_programs_is_every_block_once_and_is_even(held, how):
     workers, block, overhead = how
     work, blocks = cut(split_evenly, held, block=block, workers=workers, overhead=overhead)
@@ -314,7 +315,7 @@ def test_work_of_persistent_programs_is_every_block_once_and_is_even(held, how):
     assert len(turns) == workers + 1 and turns[0] == 0 and turns[-1] == work.first[-1] and (np.diff(turns) >= 0).all()
     share = max(1, -(-(sum(blocks) + overhead * len(held)) // workers))
     taken = [sizes[a:b].sum() + overhead * (b - a) for a, b in pairwise(turns)]
-    assert max(taken) <= share + overhead + 1, "and what is begun elsewhere begins anew"
+    assert max(taken) <= share + overhead, "and what is begun elsewhere begins anew"
     assert work.first[-1] - len(held) < workers, "a row is cut where a worker's share ends, and nowhere else"
 
 

@@ -101,7 +101,10 @@ def assemble(ptx: Path, target: str) -> str:
 
 
 def find_ptxas() -> str:
-    """The ptxas that XLA uses: the one of the pip package nvidia-cuda-nvcc, else the one on PATH."""
+    """The ptxas that XLA uses: the one of the pip package nvidia-cuda-nvcc, else the one on PATH.
+
+    Mosaic GPU takes the first on PATH.
+    """
     nvidia = importlib.util.find_spec("nvidia")
     for place in nvidia.submodule_search_locations or () if nvidia else ():
         for found in sorted(Path(place).glob("**/bin/ptxas")):

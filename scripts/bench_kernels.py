@@ -7,7 +7,7 @@
 First the ceilings: a device copy and a matrix product of this machine, in this session. Then each kernel over its
 shapes: its largest error against the float32 reference, the median time of calls over buffers that take turns (so that
 no call finds its data in L2), achieved bytes/s and FLOP/s as shares of the ceilings, and the time that the account in
-`pallas_kernels` expected before anything was measured.
+`pallas_kernels` expected before anything was measured. A dry run prints errors only.
 """
 
 import argparse
@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from bench_prefill import expected_prefill, prefill_rows
 from bench_sparse import SPARSE_ROWS, expected_sparse_lines, sparse_rows
-from bench_timing import seconds_of, shares
+from bench_timing import expectation, seconds_of, shares
 
 from pallas_kernels.chip import this_chip
 from pallas_kernels.dop_exchange import PACKS
 from pallas_kernels.mla_decode import TritonConfig, mla_decode, pack_fp8
 from pallas_kernels.mla_decode.account import account
+from pallas_kernels.mla_decode.api import order_of
 from pallas_kernels.mla_decode.tuning import config_for
 from pallas_kernels.page_move import gather_pages, scatter_pages
 from pallas_kernels.tuning import entry_for, table
@@ -149,7 +150,11 @@ def decode_rows(shape: Shape, limits: dict[str, float], dry: bool, budget_s: flo
 def expected_lines(chip: str) -> Iterator[str]:
     """What the account expects of every shape and backend on a chip, at its published limits."""
     hardware = load_hardware(chip)
+    yield f"{chip}, by published limits: {hardware.hbm_bytes_per_s / 1e12:.1f} TB/s, " + (
+        f"{hardware.bf16_flops_per_s / 1e12:.0f} TFLOP/s in BF16. Nothing is measured. * is what a call takes first."
+    )
     for shape in SHAPES:
+        first = order_of(chip, shape.heads, fp8=shape.fp8)[0]
         for backend in ("blackwell", "hopper", "triton"):
             try:
                 entry = entry_for("mla_decode", chip, backend, "fp8" if shape.fp8 else "plain", shape.heads)
@@ -159,13 +164,9 @@ def expected_lines(chip: str) -> Iterator[str]:
                 shape.held().tolist(), heads=shape.heads, latent=512, rotary=64, chip=chip, entry=entry,
                 bytes_per_s=hardware.hbm_bytes_per_s, flops_per_s=hardware.bf16_flops_per_s,
             )  # fmt: skip
-            apart = f", {found.conversions_s * 1e3:.3f} ms of conversions not counted"
-            yield (
-                f"{backend:9} {label(shape):38} {found.bytes / 1e6:6.0f} MB {found.flops / 1e9:5.0f} GFLOP, limit "
-                f"{found.limit_s * 1e3:.3f} ms, expected {found.expected_s * 1e3:.3f} ms ({found.expected_share:.0%}, "
-                f"{found.bound}): {found.bytes / found.expected_s / 1e9:.0f} GB/s, "
-                f"{found.flops / found.expected_s / 1e12:.0f} TFLOP/s" + apart * (backend == "triton" and shape.fp8)
-            )
+            counted = "not counted" if backend == "triton" else "counted"
+            note = f"; conversions, {counted}: {found.conversions_s * 1e6:.1f} us" if shape.fp8 else ""
+            yield expectation(f"{'*' if backend == first else ' '} mla_decode {backend}", label(shape), found, note)
 
 
 def moving_rows(limits: dict[str, float], dry: bool, budget_s: float) -> Iterator[dict[str, Any]]:
@@ -210,17 +211,21 @@ def label(shape: Shape) -> str:
     )
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
+def line(row: dict[str, Any], dry: bool = False) -> str:
+    """One row of the table; of a dry run without times."""
+    text = f"{row['kernel']:22} {row['shape']:38}"
     if "refused" in row:
-        return f"{row['kernel']:22} {row['shape']:38} refused: {row['refused']}"
-    text = f"{row['kernel']:22} {row['shape']:38} {row['seconds'] * 1e3:9.3f} ms {row['bytes_per_s'] / 1e9:7.0f} GB/s"
+        return f"{text} refused: {row['refused']}"
+    verdict = ("" if "error" not in row else f" error {row['error']:.1e}") + (" ok" if row["ok"] else "  WRONG")
+    if dry:
+        return text + verdict
+    text += f" {row['seconds'] * 1e3:9.3f} ms {row['bytes_per_s'] / 1e9:7.0f} GB/s"
     text += f" {row['of_copy']:6.1%} of copy"
     if "flops" in row:
         text += f" {row['flops_per_s'] / 1e12:6.1f} TFLOP/s {row['of_matmul']:6.1%} of matmul"
     if "expected_seconds" in row:
         text += f" expected {row['expected_seconds'] * 1e3:.3f} ms"
-    return text + ("" if row["ok"] else "  WRONG")
+    return text + verdict
 
 
 def main(arguments: list[str]) -> int:
@@ -231,10 +236,12 @@ def main(arguments: list[str]) -> int:
         "--dry", action="store_true", help="tiny shapes in interpret mode: nothing it times means a thing"
     )
     parser.add_argument("--seconds", type=float, default=360, help="for timing, over all kernels")
-    parser.add_argument(
-        "--account", metavar="CHIP", choices=sorted(table("mla_decode")), help="print what is expected, run nothing"
-    )
+    parser.add_argument("--account", choices=sorted(table("mla_decode")), help="print what is expected, run nothing")
     options = parser.parse_args(arguments)
+    if options.account and (options.dry or options.json):
+        parser.error("--account runs nothing and writes nothing: leave --dry and --json out.")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}.")
     if options.account:
         lines = (expected_lines, expected_prefill, expected_sparse_lines)
         print("\n".join(line for expected in lines for line in expected(options.account)))
@@ -245,21 +252,24 @@ def main(arguments: list[str]) -> int:
     shapes = DRY if options.dry else SHAPES
     budget_s = options.seconds / (2 + 2 * len(shapes) + 13 + SPARSE_ROWS)
     limits = ceilings(options.dry, budget_s)
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
-          f"matmul {limits['matmul_flops_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
+    if options.dry:
+        print("Triton's kernels in interpret mode; tests/kernels/test_mla_decode.py interprets Mosaic GPU's.")
+    else:
+        print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} "
+              f"GB/s, matmul {limits['matmul_flops_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip
     rows = []
     for shape in shapes:
         for row in decode_rows(shape, limits, options.dry, budget_s):
             rows.append(row)
-            print(line(row), flush=True)
+            print(line(row, options.dry), flush=True)
     for row in prefill_rows(options.dry, partial(seconds_of, budget_s=budget_s)):
         rows.append(shares(row | {"ok": row["error"] <= WORST_ERROR}, limits))
-        print(line(rows[-1]), flush=True)
+        print(line(rows[-1], options.dry), flush=True)
     for row in chain(sparse_rows(limits, options.dry, budget_s), moving_rows(limits, options.dry, budget_s)):
         rows.append(row)
-        print(line(row), flush=True)
+        print(line(row, options.dry), flush=True)
     units = {"bytes_per_s": "TB/s", "flops_per_s": "TFLOP/s"}
-    for name, figures in PUBLISHED.items():
+    for name, figures in PUBLISHED.items() if not options.dry else ():
         for key, value in figures.items():
             print(f"published, H800: {name}: {value / 1e12:.0f} {units[key]}")
     if options.json:

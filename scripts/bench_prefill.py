@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_timing import expectation
 
 import pallas_kernels.gqa_attention.account as gqa
 import pallas_kernels.mla_prefill.account as mla
@@ -187,9 +188,5 @@ def _account(case: Prefill | Shared, chip: str) -> Any:
 def expected_prefill(chip: str) -> Iterator[str]:
     """What the account expects of every case's attention kernel on a chip, at its published limits."""
     for case in CASES:
-        found, name = _account(case, chip), case.form if isinstance(case, Prefill) else "gqa"
-        yield (
-            f"{name:9} {case!s:46} {found.bytes / 1e6:6.0f} MB {found.flops / 1e9:6.0f} GFLOP, limit "
-            f"{found.limit_s * 1e3:.3f} ms, expected {found.expected_s * 1e3:.3f} ms ({found.expected_share:.0%}, "
-            f"{found.bound}): {found.flops / found.expected_s / 1e12:.0f} TFLOP/s"
-        )
+        name = f"mla_prefill {case.form}" if isinstance(case, Prefill) else "gqa_attention"
+        yield expectation(f"  {name}", str(case), _account(case, chip))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_timing import seconds_of, shares
+from bench_timing import expectation, seconds_of, shares
 
 from pallas_kernels.chip import this_chip
 from pallas_kernels.indexer_topk import LogitsConfig, SelectConfig, indexer_topk, quantize_queries, ref, top_k, triton
@@ -185,15 +185,8 @@ def indexer_accounts(shape: Shape, chip: str) -> tuple[Any, Any]:
 def expected_sparse_lines(chip: str) -> Iterator[str]:
     """What the accounts expect of every shape on a chip, at its published limits."""
     for shape in ATTENTION:
-        yield f"sparse  {shape.told()}: {told(attention_account(shape, chip))}"
+        yield expectation("  sparse_mla", shape.told(), attention_account(shape, chip))
     for shape in INDEXER:
         logits, select = indexer_accounts(shape, chip)
-        yield f"logits  {shape.told()}: {told(logits)}"
-        yield f"select  {shape.told()}: {told(select)}"
-
-
-def told(found: Any) -> str:
-    """An account in words."""
-    text = f"{found.bytes / 1e6:.0f} MB {found.flops / 1e9:.0f} GFLOP, limit {found.limit_s * 1e3:.3f} ms, expected "
-    text += f"{found.expected_s * 1e3:.3f} ms ({found.expected_share:.0%}, {found.bound})"
-    return text + (f": {found.flops / found.expected_s / 1e12:.0f} TFLOP/s" if found.flops else "")
+        yield expectation("  indexer_topk logits", shape.told(), logits)
+        yield expectation("  indexer_topk select", shape.told(), select)

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: how a call is timed, and what its rates are of the ceilings."""
+"""What the benchmarks of kernels share: how a call is timed, what its rates are of ceilings, what is expected."""
 
 import time
 from collections.abc import Callable
@@ -30,3 +30,12 @@ def shares(row: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
         row["flops_per_s"] = row["flops"] / row["seconds"]
         row["of_matmul"] = row["flops_per_s"] / limits["matmul_flops_per_s"]
     return row
+
+
+def expectation(kernel: str, shape: str, found: Any, note: str = "") -> str:
+    """An account in one line."""
+    text = f"{kernel:23} {shape:51} {found.bytes / 1e6:6.0f} MB {found.flops / 1e9:6.1f} GFLOP  limit "
+    text += f"{found.limit_s * 1e6:6.1f} us, expected {found.expected_s * 1e6:6.1f} us ({found.expected_share:4.0%}, "
+    text += f"{found.bound + ')':8} {found.bytes / found.expected_s / 1e9:5.0f} GB/s"
+    text += f" {found.flops / found.expected_s / 1e12:5.0f} TFLOP/s" if found.flops else ""
+    return text + note

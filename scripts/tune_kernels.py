@@ -49,6 +49,14 @@ def told(entry: dict[str, Any], seconds: float) -> str:
     )
 
 
+def listed(points: list[Point]) -> str:
+    """Points by what their heads are of."""
+    heads: dict[str, list[str]] = {}
+    for backend, rows, count in points:
+        heads.setdefault(f"{backend} {rows}", []).append(str(count))
+    return "; ".join(f"{name}: {', '.join(counts)}" for name, counts in heads.items())
+
+
 def search(op: str, chip: str, point: Point, keep: bool) -> dict[str, Any] | None:
     """The best entry of a point, every candidate printed; None where none fits."""
     space: Space = OPS[op]
@@ -82,7 +90,6 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # the GPU compiler is asked by name; a GPU that happens to be here is not
     asked = {name: getattr(options, name) for name in Point._fields}
-    print(f"{options.chip}, JAX {jax.__version__}, ptxas {ptxas_version()}")
     found, missed = {}, False
     there = {op: list(OPS[op].points(options.chip)) for op in options.op or OPS}
     for name, wish in asked.items():
@@ -94,11 +101,12 @@ def main(arguments: list[str]) -> int:
     for op, own in there.items():
         found[op] = [p for p in own if all(wish is None or getattr(p, name) in wish for name, wish in asked.items())]
         if options.op and not found[op]:
-            print(f"{op} has no such point on the {options.chip}; it has: {', '.join(map(str, own))}", file=sys.stderr)
+            print(f"{op} has no such point on the {options.chip}; it has: {listed(own)}", file=sys.stderr)
             return 2
     if not any(found.values()):
         print(f"no op has such a point on the {options.chip}; name one with --op to see its points", file=sys.stderr)
         return 2
+    print(f"{options.chip}, JAX {jax.__version__}, ptxas {ptxas_version()}")
     for op, points in found.items():
         best = [search(op, options.chip, point, options.keep) for point in points]
         missed |= None in best

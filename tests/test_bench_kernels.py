@@ -34,8 +34,8 @@ def test_a_dry_run_checks_every_kernel_and_writes_every_number(bench, tmp_path, 
         assert row["ok"] and row["seconds"] > 0
         assert row["bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"])
     printed = capsys.readouterr().out
-    assert "published, H800: FlashMLA dense decode, memory-bound: 3 TB/s" in printed
-    assert "published, H800: FlashMLA dense decode, compute-bound: 660 TFLOP/s" in printed and "WRONG" not in printed
+    assert "WRONG" not in printed and "TFLOP/s" not in printed, "a dry run measures nothing"
+    assert printed.count(" ok") == len(names)
 
 
 def test_a_wrong_kernel_fails_the_run(bench, monkeypatch, capsys):
@@ -58,11 +58,19 @@ def test_without_a_gpu_it_says_so(bench, capsys):
 def test_the_account_needs_no_gpu(bench, capsys):
     assert bench.main(["--account", "h200"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    decode, prefill, sparse = (4 + 4) * 2, 8 + 2, 3 + 2 * 3
-    assert len(lines) == decode + prefill + sparse
-    assert "128 x 4096, 128 heads, BF16" in lines[0] and "146 GFLOP, limit 0.148 ms" in lines[0]
-    assert (
-        lines[decode + prefill].startswith("sparse  128 decodes, 2048 of 16384, 128 heads, FP8: ")
-        and "73 GFLOP" in lines[decode + prefill]
-    )
-    assert lines[-1].startswith("select  1024 prompt rows, 2048 of 32768, 64 heads, FP8: ")
+    head, decode, prefill, sparse = 1, (4 + 4) * 2, 8 + 2, 3 + 2 * 3
+    assert len(lines) == head + decode + prefill + sparse and "4.8 TB/s, 989 TFLOP/s" in lines[0]
+    assert lines[1].startswith("* mla_decode hopper     128 x 4096, 128 heads, BF16 ")
+    assert "146.0 GFLOP  limit  147.7 us" in lines[1] and lines[2].startswith("  mla_decode triton ")
+    assert lines[head + decode + prefill].startswith("  sparse_mla            128 decodes, 2048 of 16384, 128 heads")
+    assert lines[-1].startswith("  indexer_topk select     1024 prompt rows, 2048 of 32768, 64 heads, FP8 ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [("--account h200 --dry", "runs nothing and writes nothing"), ("--dry --json nowhere/x.json", "no folder")],
+)
+def test_what_would_come_to_nothing_is_refused_at_once(bench, capsys, arguments, answer):
+    with pytest.raises(SystemExit):
+        bench.main(arguments.split())
+    assert answer in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_what_nothing_fits_is_told_and_not_written(tune, monkeypatch, tmp_path, 
         ("--chip h200 --heads 64 999", "no heads 999 on the h200; there are: 16, 32, 64, 128"),
         (
             "--op mla_decode --chip h200 --backend hopper --heads 16",
-            "no such point on the h200; it has: Point(backend=",
+            "on the h200; it has: triton plain: 16, 32, 64, 128; triton fp8",
         ),
     ],
 )

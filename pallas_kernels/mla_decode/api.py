@@ -89,8 +89,7 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
 
     The Hopper kernel always takes 64 heads at a time. A quarter full it spends two thirds as long on them as its BF16
     rows take to come, and Triton's two programs a multiprocessor have four times as much under way. Above that its
-    warpgroups overlap what Triton's programs do one after another. Of FP8 rows the Hopper kernel makes BF16 anew for
-    every 64 heads, which by its account takes longer than 32 heads take in Triton, and less than two blocks of 32 do.
+    warpgroups overlap what Triton's programs do one after another, the conversion of FP8 rows too.
 
     The Blackwell kernel takes 128 heads at a time: the lanes of tensor memory. For 64 it would spend 3,328 clocks of an
     SM's products on 64 tokens, whose BF16 rows take 2,640 to come; a block of 64 heads in Triton spends 1,600. FP8 rows
@@ -100,7 +99,7 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
     if chip is None:
         return ("ref",)
     capability = CHIPS[chip].capability
-    if capability == (9, 0) and heads > (32 if fp8 else 16):
+    if capability == (9, 0) and heads > 16:
         return "hopper", "triton", "ref"
     if capability == (10, 0) and heads > 64:
         return "blackwell", "triton", "ref"
@@ -110,12 +109,13 @@ def order_of(chip: str | None, heads: int, *, fp8: bool = False) -> tuple[str, .
 def plan_decode(held: Any, *, heads: int, fp8: bool, backend: str | None = None, chip: str | None = None) -> Work:
     """Cut i32[B] histories, of numpy or JAX, into work for `mla_decode` with so many heads per rank: once per step.
 
-    For `backend`, or the first in turn that has a configuration. Raises NotImplementedError where none has.
+    For `backend`, or the first in turn that has a configuration. Raises NotImplementedError where none has, and
+    ValueError where it is not known for which GPU.
     """
-    target, rows = target_chip(chip), "fp8" if fp8 else "plain"
+    target, rows = known_chip(target_chip(chip), backend or "plan_decode"), "fp8" if fp8 else "plain"
 
     def plan(name: str) -> Work:
-        return config_for(known_chip(target, name), name, rows, heads).plan(held)
+        return config_for(target, name, rows, heads).plan(held)
 
     order = [name for name in order_of(target, heads, fp8=fp8) if name != "ref"]
     planners = {name: partial(plan, name) for name in IMPLEMENTATIONS if name != "ref"}

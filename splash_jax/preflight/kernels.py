@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.compiled import KernelFacts, dump_options, read_kernels
+from pallas_kernels.compiled import KernelFacts, dump_options, find_ptxas, read_kernels
 from splash_jax.cost import load_hardware
 from splash_jax.preflight.programs import target_of
 from splash_jax.runtime.target import clear_compile_errors, target_mesh
@@ -41,6 +41,9 @@ def compile_kernels(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(_environment("MOSAIC_GPU_DUMP_TO", str(folder)))
+        with contextlib.suppress(FileNotFoundError):  # which the compiler says better
+            ours = str(Path(find_ptxas()).parent)
+            stack.enter_context(_environment("PATH", os.pathsep.join((ours, os.environ.get("PATH", "")))))
         stack.enter_context(clear_compile_errors())
         if named is not None:
             stack.enter_context(named(mesh.abstract_mesh))

@@ -63,7 +63,7 @@ def test_the_account_needs_no_gpu(bench, capsys):
     assert lines[1].startswith("* mla_decode hopper     128 x 4096, 128 heads, BF16 ")
     assert "146.0 GFLOP  limit  147.7 us" in lines[1] and lines[2].startswith("  mla_decode triton ")
     assert lines[head + decode + prefill].startswith("  sparse_mla            128 decodes, 2048 of 16384, 128 heads")
-    assert lines[-1].startswith("  indexer_topk select     1024 prompt rows, 2048 of 32768, 64 heads, FP8 ")
+    assert lines[-1].startswith("  indexer_topk select   1024 prompt rows, 2048 of 32768, 64 heads, FP8 ")
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,7 @@ def attend(
 
         @each
         def _item(_: Any, __: Any, begin: Any, end: Any, length: Any, nth0: Any) -> None:
-            partial = end * TOKENS > length
-            pl.when(end > begin)(lambda: _multiply(end - begin, nth0, len(firsts), partial, **scratch))
+            pl.when(end > begin)(lambda: _multiply(end - begin, nth0, length - begin * TOKENS, len(firsts), **scratch))
 
     @pl.when(wg == SOFTMAX)
     def _() -> None:
@@ -135,7 +134,7 @@ def _copy(
 
 
 def _multiply(
-    blocks: jax.Array, nth0: jax.Array, count: int, partial: jax.Array, *, q_kept: Any, q_tiles: Any, q_copied: Any,
+    blocks: jax.Array, nth0: jax.Array, tokens: jax.Array, count: int, *, q_kept: Any, q_tiles: Any, q_copied: Any,
     q_stored: Any, q_done: Any, kept: Any, kept_here: Any, kept_done: Any, last_here: Any, tiles: Any,
     tile_here: Any, tile_done: Any, logits: Any, logits_made: Any, logits_read: Any, chances: Any, chances_made: Any,
     acc: Any, values_added: Any, **_: Any,
@@ -144,8 +143,8 @@ def _multiply(
 
     Args:
       nth0: blocks that the program had before.
+      tokens: that exist from the first block on.
       count: tiles of a block.
-      partial: whether the last block is one that `_softmax` puts zeros in.
     """
     plgpu.barrier_wait(q_copied)
     plgpu.barrier_wait(q_stored)
@@ -154,7 +153,7 @@ def _multiply(
         nth = nth0 + i
         slot = lax.rem(nth, kept.shape[0])
         plgpu.barrier_wait(kept_here.at[slot])
-        pl.when(partial & (i == blocks - 1))(lambda: plgpu.barrier_arrive(last_here))
+        pl.when(i * TOKENS + TOKENS > tokens)(lambda: plgpu.barrier_arrive(last_here))
 
         @pl.when(nth > 0)
         def _() -> None:

@@ -90,10 +90,14 @@ def count(shape: tuple[int, int], axis: int, interpreted: bool) -> jax.Array:
 
 def add_product(acc: jax.Array, p: Any, values: Any, interpreted: bool) -> jax.Array:
     """acc + p @ values by a wgmma that keeps the accumulator in its registers; `p` in registers or shared memory."""
-    if interpreted:
-        acc = acc + jnp.dot(p[...], values[...], preferred_element_type=jnp.float32)
+    if interpreted and isinstance(p, jax.Array):
+        acc = acc + jnp.dot(p, values[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # wgmma reads as TMA writes, by the async proxy; what stands in for it does not
         return acc
+    if interpreted:
+        return acc + pl.run_scoped(
+            lambda sums: [plgpu.wgmma(sums, p, values), sums[...]][1], plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32)
+        )
     accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, values))
     return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))
 

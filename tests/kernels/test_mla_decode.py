@@ -1,28 +1,19 @@
 """Every backend against numpy float64, with tolerances that reject the bugs such a kernel can have."""
 
-from dataclasses import replace
 from functools import cache, partial
-from importlib import import_module
-from itertools import pairwise, product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, settings
-from hypothesis import given as draw
-from hypothesis import strategies as st
 
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.mla_decode import (
     BlackwellConfig,
     HopperConfig,
     TritonConfig,
-    blackwell_kernel,
     fp8_row_bytes,
-    hopper,
-    hopper_kernel,
     mla_decode,
     pack_fp8,
     plan_decode,
@@ -30,9 +21,8 @@ from pallas_kernels.mla_decode import (
 )
 from pallas_kernels.mla_decode.api import order_of
 from pallas_kernels.mla_decode.tuning import config_for
-from pallas_kernels.mla_decode.work import WAVES, Work, split_evenly, split_work
-from pallas_kernels.tuning import entry_for, table
-from tests.kernels.mla_cases import TOLERANCE, Case, Given, make, reference, within
+from pallas_kernels.tuning import table
+from tests.kernels.mla_cases import BLACKWELL_FP8, HOPPER_FP8, TOLERANCE, Case, Given, make, reference, within
 
 RAGGED = (0, 1, 37, 130, 16, 64, 3)
 CASES = {
@@ -72,124 +62,6 @@ def test_triton_is_softmax_attention(name):
     assert within(got, problem(name)[1], kind_of(name, dtype))
     empty = np.asarray(CASES[name].lengths) == 0
     assert (got[0][empty] == 0).all() and (got[1][empty] == -np.inf).all()
-
-
-HOPPER = {
-    "pages of half a block": Case(lengths=(70, 0, 5, 200), latent=128, rotary=64, heads=64, page_size=32),
-    "pages of two blocks": Case(lengths=(64, 130), latent=128, rotary=64, heads=16, page_size=128),
-}
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
-@pytest.mark.parametrize("name", HOPPER)
-def test_hopper_is_softmax_attention(name):
-    """Ragged, empty, split, several items of a program, poisoned; every copy and barrier as the kernel issues them."""
-    case = HOPPER[name]
-    given = make(case)
-    got = hopper_decode(case, given, HopperConfig(stages=2, workers=2))
-    assert within(got, reference(case, given), "bfloat16")
-
-
-HOPPER_FP8 = {
-    "pages of half a block": Case(lengths=(70, 0, 5, 130), latent=256, rotary=64, heads=64, page_size=32, fp8=True),
-    "pages of two blocks": Case(lengths=(3, 130), latent=256, rotary=64, heads=20, page_size=128, fp8=True),
-    "pages of an eighth": Case(lengths=(70,), latent=256, rotary=64, heads=65, page_size=8, fp8=True),
-}
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
-@pytest.mark.parametrize(
-    "name", [name if name in HOPPER else pytest.param(name, marks=pytest.mark.slow) for name in HOPPER_FP8]
-)
-def test_hopper_makes_bf16_of_fp8_rows(name):
-    """Ragged, empty, split, or three blocks of one item over two stages; free slots hold NaN values and NaN scales."""
-    case = HOPPER_FP8[name]
-    given = make(case)
-    got = hopper_decode(case, given, HopperConfig(stages=2, workers=2))
-    assert within(got, reference(case, given), "fp8")
-    empty = np.asarray(case.lengths) == 0
-    assert (np.asarray(got[0])[empty] == 0).all() and (np.asarray(got[1])[empty] == -np.inf).all()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_no_two_warpgroups_race(monkeypatch, fp8):
-    """One program, three items after each other, the last of which uses every stage twice: each access of shared
-    memory is ordered by a barrier with the one before it.
-    """
-    interpreter = import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
-    params = vars(hopper.plgpu)["InterpretGPUParams"](detect_races=True)
-    monkeypatch.setattr(hopper, "interpret_params", lambda interpret: params if interpret else None)
-    case = Case(lengths=(70, 0, 250), latent=256, rotary=64, heads=64, page_size=64, fp8=fp8)
-    hopper_decode(case, make(case), HopperConfig(stages=2, workers=1))
-    assert not interpreter.get_races().races_found
-
-
-def hopper_decode(case: Case, given: Given, config: HopperConfig) -> tuple[jax.Array, jax.Array]:
-    pool = jnp.asarray(given.pool) if case.fp8 else as_bf16(given.pool)
-    decode = partial(mla_decode, value_width=case.latent, backend="hopper", config=config, interpret=True)
-    return jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held)
-
-
-def test_registers_of_warpgroups_are_those_that_a_program_has():
-    """A warpgroup that asked for more than the others leave would wait for them for ever."""
-    of_warpgroups = hopper_kernel.REGISTERS.values()
-    assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
-    for rows, heads in product(("plain", "fp8"), (64, 128)):
-        evidence = entry_for("mla_decode", "h200", "hopper", rows, heads)["evidence"]
-        assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
-    for rows, of_warpgroups in blackwell_kernel.REGISTERS.items():
-        assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in of_warpgroups)
-        evidence = entry_for("mla_decode", "b200", "blackwell", rows, 128)["evidence"]
-        assert sum(of_warpgroups) <= evidence["registers"] * evidence["threads"] // 128
-
-
-BLACKWELL = {
-    "pages of half a block": Case(lengths=(64, 0, 130, 70), latent=128, rotary=64, heads=40, page_size=32),
-    "pages of two blocks and 130 heads": Case(lengths=(150,), latent=256, rotary=64, heads=130, page_size=128),
-    "pages of 8 and a rotary width of two tiles": Case(lengths=(30, 64), latent=128, rotary=128, page_size=8),
-    "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
-}
-BLACKWELL_FP8 = {
-    "FP8 in pages of half a block": Case(lengths=(64, 0, 130), latent=256, rotary=64, heads=20, page_size=32, fp8=True),
-    "FP8 in pages of two blocks, 130 heads": Case(
-        lengths=(250,), latent=256, rotary=64, heads=130, page_size=128, fp8=True
-    ),
-    "FP8 in pages of 8, a rotary width of two tiles": Case(
-        lengths=(30, 64), latent=256, rotary=128, page_size=8, fp8=True
-    ),
-    "FP8, what the table is for": Case(lengths=(250,), latent=512, rotary=64, heads=20, page_size=64, fp8=True),
-}
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's tcgen05 is interpreted from JAX 0.12 on")
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if i == 0 else pytest.param(name, marks=pytest.mark.slow)
-        for cases in (BLACKWELL, BLACKWELL_FP8)
-        for i, name in enumerate(cases)
-    ],
-)
-def test_blackwell_is_softmax_attention(name):
-    """Ragged, empty, split and poisoned; nothing stands in for the GPU's operations, and a race would be raised."""
-    case = (BLACKWELL | BLACKWELL_FP8)[name]
-    given = make(case)
-    # Several items in one program, or one of several rows' cut among programs.
-    config = BlackwellConfig(stages=2, tiles=3, workers=1 if len(case.lengths) > 2 else 3, overhead=0)
-    if "what the table is for" in name:
-        config = replace(config_for("b200", "blackwell", "fp8" if case.fp8 else "plain", 128), workers=2)
-    decode = partial(mla_decode, value_width=case.latent, backend="blackwell", config=config, interpret=True)
-    pool = jnp.asarray(given.pool) if case.fp8 else as_bf16(given.pool)
-    got = jax.jit(decode)(as_bf16(given.q), pool, given.pages, given.held)
-    assert within(got, reference(case, given), "fp8" if case.fp8 else "bfloat16")
-    rounded = np.asarray(as_bf16(given.rows).astype(jnp.float32))
-    assert within(got, reference(case, given._replace(rows=rounded)), "bfloat16"), "once, and nothing but the rows"
-
-
-def as_bf16(x: np.ndarray) -> jax.Array:
-    return jnp.asarray(x).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["one page is four tokens", "fp8"])
@@ -267,72 +139,6 @@ def test_fp8_rows_are_656_bytes_and_lose_little():
     back = np.asarray(unpack_fp8(packed, 512))
     np.testing.assert_allclose(back[..., :512], rows[..., :512], rtol=2**-4, atol=1e-5)
     np.testing.assert_array_equal(back[..., 512:], jnp.asarray(rows[..., 512:]).astype(jnp.bfloat16))
-
-
-def cut(how: Any, held: list[int], **static: int) -> tuple[Work, list[int]]:
-    """Work of `held` tokens, and the blocks of every row. Every block is in it once, on the host and in a program."""
-    work = jax.tree.map(np.asarray, jax.jit(partial(how, **static))(jnp.asarray(held, jnp.int32)))
-    of_numpy = how(np.asarray(held, np.int32), **static)
-    for mine, theirs in zip(jax.tree.leaves(of_numpy), jax.tree.leaves(work), strict=True):
-        assert isinstance(mine, np.ndarray) and mine.dtype == np.int32 and np.array_equal(mine, theirs)
-    items, first = work.items, work.first
-    assert first[-1] <= len(items)
-    blocks = [-(-n // work.block) for n in held]
-    for row, count in enumerate(blocks):
-        own = items[first[row] : first[row + 1]]
-        assert len(own) >= 1 and (own[:, 0] == row).all() and (own[:, 3] == (len(own) == 1)).all()
-        assert own[0, 1] == 0 and own[-1, 2] == count and (own[1:, 1] == own[:-1, 2]).all()
-        assert (own[:, 2] > own[:, 1]).all() or count == 0
-    assert (items[first[-1] :, 0] == -1).all() and (items[first[-1] :, 1] == items[first[-1] :, 2]).all()
-    return work, blocks
-
-
-HISTORIES = st.lists(st.integers(0, 400), min_size=6, max_size=6) | st.lists(st.integers(0, 9), min_size=6, max_size=6)
-WORKERS_BLOCK_OVERHEAD = st.sampled_from([(1, 16, 0), (4, 1, 5), (9, 16, 2), (6, 64, 0), (3, 8, 4)])
-
-
-@settings(max_examples=60)
-@draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
-def test_work_is_every_block_once_and_is_even(held, how):
-    workers, block, overhead = how
-    work, blocks = cut(split_work, held, block=block, workers=workers, overhead=overhead)
-    assert len(work.items) == WAVES * workers + len(held) and not len(work.turns)
-    sizes = work.items[:, 2] - work.items[:, 1]
-    assert sizes.max() <= max(1, -(-sum(blocks) // workers)), "no item is more than a worker's even share"
-    for row in range(len(held)):
-        own = sizes[work.first[row] : work.first[row + 1]]
-        assert own.max() - own.min() <= 1
-
-
-@settings(max_examples=60)
-@draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
-@example([0, 0, 3, 0, 6, 0], (4, 1, 5))
-def test_work_of_persistent_programs_is_every_block_once_and_is_even(held, how):
-    workers, block, overhead = how
-    work, blocks = cut(split_evenly, held, block=block, workers=workers, overhead=overhead)
-    assert len(work.items) == workers + len(held)
-    turns, sizes = work.turns, work.items[:, 2] - work.items[:, 1]
-    assert len(turns) == workers + 1 and turns[0] == 0 and turns[-1] == work.first[-1] and (np.diff(turns) >= 0).all()
-    share = max(1, -(-(sum(blocks) + overhead * len(held)) // workers))
-    taken = [sizes[a:b].sum() + overhead * (b - a) for a, b in pairwise(turns)]
-    assert max(taken) <= share + overhead, "and what is begun elsewhere begins anew"
-    assert work.first[-1] - len(held) < workers, "a row is cut where a worker's share ends, and nowhere else"
-
-
-@pytest.mark.parametrize(
-    ("held", "workers", "items"),
-    [
-        ([640] * 4 + [3], 5, [1] * 5),  # by shares alone two would be cut: what is begun twice costs what it saves
-        ([4096] * 128, 66, None),
-        ([640] * 2, 5, [1] * 5),
-    ],
-)
-def test_rows_are_cut_only_where_that_ends_sooner(held, workers, items):
-    work, _ = cut(split_evenly, held, block=64, workers=workers, overhead=4)
-    if items is None:
-        assert work.first[-1] == len(held) and set(np.diff(work.turns)) == {1, 2}
-    else:
-        assert np.diff(work.turns).tolist() == items
 
 
 def test_work_of_another_configuration_is_refused():

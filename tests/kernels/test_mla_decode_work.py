@@ -1,0 +1,81 @@
+"""How histories are cut into work: every block once, evenly, on the host as in a program."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, settings
+from hypothesis import given as draw
+from hypothesis import strategies as st
+
+from pallas_kernels.mla_decode.work import WAVES, Work, split_evenly, split_work
+
+
+def cut(how: Any, held: list[int], **static: int) -> tuple[Work, list[int]]:
+    """Work of `held` tokens, and the blocks of every row. Every block is in it once, on the host and in a program."""
+    work = jax.tree.map(np.asarray, jax.jit(partial(how, **static))(jnp.asarray(held, jnp.int32)))
+    of_numpy = how(np.asarray(held, np.int32), **static)
+    for mine, theirs in zip(jax.tree.leaves(of_numpy), jax.tree.leaves(work), strict=True):
+        assert isinstance(mine, np.ndarray) and mine.dtype == np.int32 and np.array_equal(mine, theirs)
+    items, first = work.items, work.first
+    assert first[-1] <= len(items)
+    blocks = [-(-n // work.block) for n in held]
+    for row, count in enumerate(blocks):
+        own = items[first[row] : first[row + 1]]
+        assert len(own) >= 1 and (own[:, 0] == row).all() and (own[:, 3] == (len(own) == 1)).all()
+        assert own[0, 1] == 0 and own[-1, 2] == count and (own[1:, 1] == own[:-1, 2]).all()
+        assert (own[:, 2] > own[:, 1]).all() or count == 0
+    assert (items[first[-1] :, 0] == -1).all() and (items[first[-1] :, 1] == items[first[-1] :, 2]).all()
+    return work, blocks
+
+
+HISTORIES = st.lists(st.integers(0, 400), min_size=6, max_size=6) | st.lists(st.integers(0, 9), min_size=6, max_size=6)
+WORKERS_BLOCK_OVERHEAD = st.sampled_from([(1, 16, 0), (4, 1, 5), (9, 16, 2), (6, 64, 0), (3, 8, 4)])
+
+
+@settings(max_examples=60)
+@draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
+def test_work_is_every_block_once_and_is_even(held, how):
+    workers, block, overhead = how
+    work, blocks = cut(split_work, held, block=block, workers=workers, overhead=overhead)
+    assert len(work.items) == WAVES * workers + len(held) and not len(work.turns)
+    sizes = work.items[:, 2] - work.items[:, 1]
+    assert sizes.max() <= max(1, -(-sum(blocks) // workers)), "no item is more than a worker's even share"
+    for row in range(len(held)):
+        own = sizes[work.first[row] : work.first[row + 1]]
+        assert own.max() - own.min() <= 1
+
+
+@settings(max_examples=60)
+@draw(HISTORIES, WORKERS_BLOCK_OVERHEAD)
+@example([0, 0, 3, 0, 6, 0], (4, 1, 5))
+def test_work_of_persistent_programs_is_every_block_once_and_is_even(held, how):
+    workers, block, overhead = how
+    work, blocks = cut(split_evenly, held, block=block, workers=workers, overhead=overhead)
+    assert len(work.items) == workers + len(held)
+    turns, sizes = work.turns, work.items[:, 2] - work.items[:, 1]
+    assert len(turns) == workers + 1 and turns[0] == 0 and turns[-1] == work.first[-1] and (np.diff(turns) >= 0).all()
+    share = max(1, -(-(sum(blocks) + overhead * len(held)) // workers))
+    taken = [sizes[a:b].sum() + overhead * (b - a) for a, b in pairwise(turns)]
+    assert max(taken) <= share + overhead, "and what is begun elsewhere begins anew"
+    assert work.first[-1] - len(held) < workers, "a row is cut where a worker's share ends, and nowhere else"
+
+
+@pytest.mark.parametrize(
+    ("held", "workers", "items"),
+    [
+        ([640] * 4 + [3], 5, [1] * 5),  # by shares alone two would be cut: what is begun twice costs what it saves
+        ([4096] * 128, 66, None),
+        ([640] * 2, 5, [1] * 5),
+    ],
+)
+def test_rows_are_cut_only_where_that_ends_sooner(held, workers, items):
+    work, _ = cut(split_evenly, held, block=64, workers=workers, overhead=4)
+    if items is None:
+        assert work.first[-1] == len(held) and set(np.diff(work.turns)) == {1, 2}
+    else:
+        assert np.diff(work.turns).tolist() == items

@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 _INSTRUCTION = re.compile(
     r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|cp\.async\.bulk\.tensor|cp\.async\.bulk|cp\.async\.c[ag]"
-    r"|ld\.global|st\.global|cvt\.rn\.f16x2\.e4m3x2|setmaxnreg|fence\.proxy\.async)\b"
+    r"|ld\.global|st\.global|cvt\.rn\.f16x2\.e4m3x2|setmaxnreg|fence\.proxy\.async|tcgen05\.wait::ld)\b"
 )
 _ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.v\d)?\.b\d+")
 _LOSS = re.compile(r"Potential Performance Loss: (.+)")

@@ -100,11 +100,11 @@ def main(arguments: list[str]) -> int:
             return 2
     for op, own in there.items():
         found[op] = [p for p in own if all(wish is None or getattr(p, name) in wish for name, wish in asked.items())]
-        if options.op and not found[op]:
-            print(f"{op} has no such point on the {options.chip}; it has: {listed(own)}", file=sys.stderr)
-            return 2
     if not any(found.values()):
-        print(f"no op has such a point on the {options.chip}; name one with --op to see its points", file=sys.stderr)
+        for op in options.op or ():
+            print(f"{op} has no such point on the {options.chip}; it has: {listed(there[op])}", file=sys.stderr)
+        if not options.op:
+            print(f"no op has such a point on the {options.chip}; --op NAME lists its points", file=sys.stderr)
         return 2
     print(f"{options.chip}, JAX {jax.__version__}, ptxas {ptxas_version()}")
     for op, points in found.items():

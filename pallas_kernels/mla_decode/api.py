@@ -50,7 +50,8 @@ def mla_decode(
       config: the backend's configuration; None is the tuning table's.
       work: what `plan_decode` made of `held`, for the same configuration; None makes it here. So does a backend that
         serves in the place of the one that it was cut for.
-      interpret: run the kernel without a GPU, slowly.
+      interpret: run the kernel without a GPU, slowly. Mosaic GPU's warpgroups wait for each other in threads of XLA's,
+        of which a small machine has too few: set NPROC=32 in the environment before JAX starts.
 
     Returns f32[B, H, V] and its log-sum-exp, base e, f32[B, H]; (0, -inf) for a row that holds nothing.
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.

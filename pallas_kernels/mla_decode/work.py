@@ -57,7 +57,7 @@ def split_work(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     first, where an item costs its blocks and `overhead` more (its start, and merging it).
     """
     xp = _numpy_of(held)
-    blocks = -(-held // block)
+    blocks = _blocks(held, block, workers, overhead)
     waves = xp.arange(1, WAVES + 1, dtype=xp.int32)
     longest_W = xp.maximum(1, -(-blocks.sum() // (waves * workers)))
     items_WB = xp.maximum(1, -(-blocks[None] // longest_W[:, None]))
@@ -84,7 +84,7 @@ def split_evenly(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     """
     xp = _numpy_of(held)
     B = held.shape[0]
-    blocks = -(-held // block)
+    blocks = _blocks(held, block, workers, overhead)
     rows = xp.arange(B, dtype=xp.int32)
     at = _running_sum(blocks) - blocks + (rows + 1) * overhead  # of every row's first block
     share = xp.maximum(1, -(-(blocks.sum(dtype=xp.int32) + B * overhead) // workers))
@@ -103,6 +103,12 @@ def split_evenly(held: Any, *, block: int, workers: int, overhead: int) -> Work:
     ends = xp.arange(workers + 1, dtype=xp.int32)
     turns = (exists[None] & (worker[None] < ends[:, None])).sum(1, dtype=xp.int32)
     return Work(items=items, first=first, turns=turns, block=block, workers=workers)
+
+
+def _blocks(held: Any, block: int, workers: int, overhead: int) -> Any:
+    if workers < 1 or overhead < 0:
+        raise ValueError(f"work is cut for 1 worker or more, with an overhead of 0 or more: not {workers}, {overhead}.")
+    return -(-held.astype(np.int32).clip(0) // block)
 
 
 def _numpy_of(held: Any) -> Any:

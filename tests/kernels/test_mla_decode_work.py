@@ -79,3 +79,15 @@ def test_rows_are_cut_only_where_that_ends_sooner(held, workers, items):
         assert work.first[-1] == len(held) and set(np.diff(work.turns)) == {1, 2}
     else:
         assert np.diff(work.turns).tolist() == items
+
+
+@pytest.mark.parametrize("how", [split_work, split_evenly])
+def test_odd_lengths_are_counted_and_odd_workers_refused(how):
+    held = np.asarray([70, 0, 5], np.int64)
+    want = how(held.astype(np.int32), block=16, workers=2, overhead=1)
+    for odd in (held, held.astype(np.uint32), np.asarray([70, -40, 5])):
+        got = how(odd, block=16, workers=2, overhead=1)
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    for workers, overhead in ((0, 1), (2, -1)):
+        with pytest.raises(ValueError, match="for 1 worker or more, with an overhead of 0 or more: not"):
+            how(held, block=16, workers=workers, overhead=overhead)

@@ -95,9 +95,8 @@ def add_product(acc: jax.Array, p: Any, values: Any, interpreted: bool) -> jax.A
         plgpu.commit_smem()  # wgmma reads as TMA writes, by the async proxy; what stands in for it does not
         return acc
     if interpreted:
-        return acc + pl.run_scoped(
-            lambda sums: [plgpu.wgmma(sums, p, values), sums[...]][1], plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32)
-        )
+        sums: Any = plgpu.WGMMAAccumulatorRef((acc.shape[0], acc.shape[1]), jnp.float32)
+        return acc + pl.run_scoped(lambda ref: [plgpu.wgmma(ref, p, values), ref[...]][1], sums)
     accumulate: Any = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, values))
     return accumulate(plgpu.WGMMAAccumulatorRef.init(acc))
 

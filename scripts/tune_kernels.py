@@ -9,7 +9,7 @@ The best spills least. Of those that spill alike and whose accounts expect the l
 tell apart (`search.CLOSE`), it has the most in hand on a multiprocessor, which waits least. What is tried, and what the
 account is asked about, stands in `scripts/tuning/`, a file per op. Nothing is timed: on a GPU
 `scripts/bench_kernels.py` tells how good the accounts are. Needs XLA's GPU compiler: `pip install -e '.[preflight]'
--c constraints.txt`.
+-c constraints.txt`. Of nvdisasm, which that looks for and reports as missing, nothing here depends.
 """
 
 import argparse

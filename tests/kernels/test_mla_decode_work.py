@@ -1,5 +1,6 @@
 """How histories are cut into work: every block once, evenly, on the host as in a program."""
 
+import heapq
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -91,3 +92,20 @@ def test_odd_lengths_are_counted_and_odd_workers_refused(how):
     for workers, overhead in ((0, 1), (2, -1)):
         with pytest.raises(ValueError, match="for 1 worker or more, with an overhead of 0 or more: not"):
             how(held, block=16, workers=workers, overhead=overhead)
+
+
+@pytest.mark.parametrize(("rows", "workers"), [(128, 66), (64, 132), (16, 132)])
+def test_persistent_programs_end_sooner_than_items_handed_out(rows, workers):
+    """Of ragged lengths: in blocks, with an item's overhead; the others go to whichever program is free, in order."""
+    shares = []
+    for seed in range(20):
+        held = np.random.default_rng(seed).integers(1, 32000, rows).astype(np.int32)
+        evenly, apart = (how(held, block=64, workers=workers, overhead=4) for how in (split_evenly, split_work))
+        costs = evenly.items[:, 2] - evenly.items[:, 1] + 4
+        ends = max(costs[a:b].sum() for a, b in pairwise(evenly.turns))
+        free = [0] * workers
+        for begin, end in apart.items[: apart.first[-1], 1:3]:
+            heapq.heapreplace(free, free[0] + end - begin + 4)
+        shares.append(ends / max(free))
+        assert evenly.first[-1] - rows < (apart.first[-1] - rows) * 0.6, "and fewer parts are merged"
+    assert np.median(shares) < 0.9

@@ -39,7 +39,7 @@ bench: $(LEAN) ## measure decode and prefill on this machine
 	@$(BIN)/python scripts/bench_engine.py --skip-hf
 
 clean: ## remove everything that make made
-	rm -rf .venv .venv-py* .cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-py* .cache .pytest_cache .ruff_cache .hypothesis build dist splash_demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -253,7 +253,7 @@ def main(arguments: list[str]) -> int:
     budget_s = options.seconds / (2 + 2 * len(shapes) + 13 + SPARSE_ROWS)
     limits = ceilings(options.dry, budget_s)
     if options.dry:
-        print("Triton's kernels in interpret mode; tests/kernels/test_mla_decode.py interprets Mosaic GPU's.")
+        print("Triton's kernels in interpret mode; tests/kernels/test_mla_decode_mosaic.py interprets Mosaic GPU's.")
     else:
         print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} "
               f"GB/s, matmul {limits['matmul_flops_per_s'] / 1e12:.1f} TFLOP/s")  # fmt: skip

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.blackwell_kernel import HALVES, HEADS, WARPGROUPS, attend
 from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
-from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages, refuse_rows
 from pallas_kernels.mla_decode.work import Cut, Work, split_evenly
 
 TMEM_COLUMNS = 512  # of 32 bits, in 128 lanes
@@ -75,13 +75,7 @@ def decode(
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
     fp8 = is_fp8(pool)
-    if not fp8 and pool.dtype != jnp.bfloat16:
-        told = f"the Blackwell kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two."
-        raise NotImplementedError(told)
-    if fp8 and value_width % (HALVES * GROUP):
-        raise NotImplementedError(
-            f"the Blackwell kernel takes FP8 rows of a latent width in steps of {HALVES * GROUP}, not {value_width}."
-        )
+    refuse_rows("Blackwell", pool, value_width)
     if value_width % (HALVES * COLUMNS) or value_width > 512 or rotary % COLUMNS:
         raise NotImplementedError(
             f"tcgen05 takes swizzled rows: a latent width in steps of {HALVES * COLUMNS} up to 512, a rotary width in "
@@ -92,7 +86,7 @@ def decode(
             f"a latent width of {value_width} and a rotary width of {rotary} take {tmem_columns(value_width, rotary)} "
             f"columns of tensor memory, which has {TMEM_COLUMNS}: take the triton backend."
         )
-    refuse_pages(page_size, TOKENS)
+    refuse_pages(page_size)
     together = max(GROUP, rotary) // COLUMNS if fp8 else 1  # tiles that are filled together
     if config.stages < 2 or config.tiles < together:
         raise NotImplementedError(

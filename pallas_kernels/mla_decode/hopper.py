@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import triton
-from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
+from pallas_kernels.mla_decode.formats import fp8_views, is_fp8
 from pallas_kernels.mla_decode.hopper_kernel import HALVES, HEADS, attend, copy_rows
 from pallas_kernels.mla_decode.hopper_rows import convert_rows
-from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages
+from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages, refuse_rows
 from pallas_kernels.mla_decode.work import Cut, Work, split_evenly
 
 
@@ -65,20 +65,13 @@ def decode(
     """See `api.mla_decode`. Refuses what wgmma and TMA cannot take, and interpret mode before JAX 0.11."""
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
-    fp8 = is_fp8(pool)
-    if not fp8 and pool.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the Hopper kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two.")
+    refuse_rows("Hopper", pool, value_width)
     if value_width % (HALVES * COLUMNS) or value_width > 512 or rotary % COLUMNS:
         raise NotImplementedError(
             f"wgmma takes swizzled rows: a latent width in steps of {HALVES * COLUMNS} up to 512, a rotary width "
             f"in steps of {COLUMNS}, not {value_width} and {rotary}."
         )
-    if fp8 and value_width % (HALVES * GROUP):
-        raise NotImplementedError(
-            f"a warpgroup keeps whole groups of {GROUP} columns, which share a scale: FP8 rows of a latent width in "
-            f"steps of {HALVES * GROUP}, not {value_width}."
-        )
-    refuse_pages(page_size, TOKENS)
+    refuse_pages(page_size)
     interpret_params(interpret)
     padded = -(-heads // HEADS) * HEADS
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, padded - heads), (0, 0)))

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode.formats import GROUP, is_fp8
+
 TOKENS = 64  # of a block
 COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
 INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
@@ -45,11 +47,23 @@ def in_turn(turns: Any, items: Any, held: Any, worker: jax.Array, body: Callable
     lax.fori_loop(turns[worker], turns[worker + 1], turn, jnp.int32(0))
 
 
-def refuse_pages(page_size: int, block: int) -> None:
-    """Refuse pages that a block of so many tokens is not made of, or no part of, in whole rows of a swizzle."""
-    if page_size % block and (block % page_size or page_size % 8):
+def refuse_rows(kernel: str, pool: jax.Array, value_width: int) -> None:
+    """Refuse rows that are neither BF16 nor FP8, and FP8 rows of which a half is no whole number of groups."""
+    if not is_fp8(pool) and pool.dtype != jnp.bfloat16:
+        told = f"the {kernel} kernel reads BF16 and FP8 rows, not {pool.dtype}: give one of the two."
+        raise NotImplementedError(told)
+    if is_fp8(pool) and value_width % (2 * GROUP):
         raise NotImplementedError(
-            f"TMA copies blocks of {block} tokens: pages of 8, 16, 32 or multiples of {block}, not {page_size}."
+            f"the {kernel} kernel keeps halves of whole groups of {GROUP} columns, which share a scale: FP8 rows of a "
+            f"latent width in steps of {2 * GROUP}, not {value_width}."
+        )
+
+
+def refuse_pages(page_size: int) -> None:
+    """Refuse pages that a block of TOKENS is not made of, or no part of, in whole rows of a swizzle."""
+    if page_size % TOKENS and (TOKENS % page_size or page_size % 8):
+        raise NotImplementedError(
+            f"TMA copies blocks of {TOKENS} tokens: pages of 8, 16, 32 or multiples of {TOKENS}, not {page_size}."
         )
 
 

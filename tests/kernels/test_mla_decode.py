@@ -206,24 +206,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({}, {"backend": "triton", "chip": "h200", "value_width": 24}, NotImplementedError, "the latent width is 24"),
         ({}, {"backend": "hopper", "chip": "h200"}, NotImplementedError, "in steps of 128 up to 512, .* not 32 and 16"),
         (
-            {"pool": (5, 4, 640), "q": (2, 16, 640)},
-            {"backend": "hopper", "chip": "h200", "value_width": 512},
-            NotImplementedError,
-            "pages of 8, 16, 32 or multiples of 64, not 4",
-        ),
-        (
-            {"pool": (5, 64, 192), "q": (2, 16, 192), "dtype": jnp.float32},
-            {"backend": "hopper", "chip": "h200", "value_width": 128},
-            NotImplementedError,
-            "the Hopper kernel reads BF16 and FP8 rows, not float32: give one of the two",
-        ),
-        (
-            {"pool": (5, 64, 260), "q": (2, 16, 192), "dtype": jnp.uint8},
-            {"backend": "hopper", "chip": "h200", "value_width": 128},
-            NotImplementedError,
-            "FP8 rows of a latent width in steps of 256, not 128",
-        ),
-        (
             {},
             {"backend": "blackwell", "chip": "b200"},
             NotImplementedError,
@@ -234,12 +216,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
             {"backend": "blackwell", "chip": "b200", "value_width": 512},
             NotImplementedError,
             "width of 512 and a rotary width of 128 take 544 columns of tensor memory, which has 512: take the triton",
-        ),
-        (
-            {"pool": (5, 4, 576), "q": (2, 16, 576)},
-            {"backend": "blackwell", "chip": "b200", "value_width": 512},
-            NotImplementedError,
-            "pages of 8, 16, 32 or multiples of 64, not 4",
         ),
         (
             {"pool": (5, 64, 576), "q": (2, 16, 576)},
@@ -253,24 +229,27 @@ def arguments(**changes: Any) -> dict[str, Any]:
             NotImplementedError,
             "give at least 2 stages and 2 tiles, not 2 and 1",
         ),
-        (
-            {"pool": (5, 64, 260), "q": (2, 16, 192), "dtype": jnp.uint8},
-            {"backend": "blackwell", "chip": "b200", "value_width": 128},
-            NotImplementedError,
-            "the Blackwell kernel takes FP8 rows of a latent width in steps of 256, not 128",
-        ),
-        (
-            {"pool": (5, 64, 192), "q": (2, 16, 192), "dtype": jnp.float32},
-            {"backend": "blackwell", "chip": "b200", "value_width": 128},
-            NotImplementedError,
-            "the Blackwell kernel reads BF16 and FP8 rows, not float32: give one of the two",
-        ),
         ({}, {"backend": "blackwell", "chip": "h200"}, NotImplementedError, "no blackwell configuration .* on h200"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, options, error, words):
     with pytest.raises(error, match=words):
         mla_decode(**arguments(**changes), **{"value_width": 32} | options)
+
+
+@pytest.mark.parametrize(("backend", "chip"), [("hopper", "h200"), ("blackwell", "b200")])
+@pytest.mark.parametrize(
+    ("pool", "dtype", "latent", "words"),
+    [
+        ((5, 64, 192), jnp.float32, 128, "kernel reads BF16 and FP8 rows, not float32: give one of the two"),
+        ((5, 64, 260), jnp.uint8, 128, "FP8 rows of a latent width in steps of 256, not 128"),
+        ((5, 4, 576), jnp.bfloat16, 512, "pages of 8, 16, 32 or multiples of 64, not 4"),
+    ],
+)
+def test_rows_and_pages_that_mosaic_kernels_cannot_take_are_refused(backend, chip, pool, dtype, latent, words):
+    given = arguments(pool=pool, q=(2, 16, latent + 64), dtype=dtype)
+    with pytest.raises(NotImplementedError, match=words):
+        mla_decode(**given | {"backend": backend, "chip": chip, "value_width": latent})
 
 
 def test_fp8_rows_of_broken_groups_are_refused():

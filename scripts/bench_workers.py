@@ -130,7 +130,7 @@ def limits_worker(folder: Path) -> Callable[[Any], Answer]:
     return measure
 
 
-def engine_worker(folder: Path, devices: int, layout: str) -> Callable[[Case], Answer]:
+def engine_worker(folder: Path, devices: int, layout: str, dtype: str = "float32") -> Callable[[Case], Answer]:
     """The engine on `devices` devices, a fresh one for each case, its programs compiled before anything is timed."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if devices > 1:
@@ -147,7 +147,7 @@ def engine_worker(folder: Path, devices: int, layout: str) -> Callable[[Case], A
             num_devices=devices,
             layout=layout,
             layouts=(layout,),
-            dtype="float32",
+            dtype=dtype,
             max_num_seqs=case.batch,
             max_model_len=longest,
             device_memory_bytes=WEIGHT_BYTES + 2 * TOKEN_BYTES * case.batch * longest,

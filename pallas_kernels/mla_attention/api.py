@@ -36,8 +36,8 @@ def mla_attention(
     Args:
       q: [R, H, D], absorbed and scaled; with `heads` [R, H, N + rotary width], scaled. R = decode + tiles * tile.
       positions: i32[R]; a row at position -1 is padding and sees nothing.
-      pool: [P, page_size, D]; keys are whole rows, values their first `value_width` columns. Pages and slots beyond
-        `held` are never read as numbers: they may hold NaN.
+      pool: [P, page_size, D] of q's dtype, or unsigned words as wide that hold its bits; keys are whole rows, values
+        their first `value_width` columns. Pages and slots beyond `held` are never read as numbers: they may hold NaN.
       heads: how keys and values of the heads are made of latents; with it a kernel may expand them for prompt rows.
       prompts: i32[tiles]: the first tile of the same sequence, for each; None where every tile is its own sequence's.
       work: of the decode rows, as `plan_decode` cuts what they see; "gpu" makes it where it is None or a kernel serves
@@ -59,6 +59,8 @@ def mla_attention(
                 f"queries {list(q.shape)} over {value_width} latent and {rotary} rotary columns do not go with w_uk "
                 f"{list(heads.w_uk.shape)} and w_uv {list(heads.w_uv.shape)}."
             )
+    if backend != "xla":  # which reads a few pages at a time, and so turns no more than these to numbers
+        pool = xla.as_numbers(pool, q.dtype)
     rows, seqs = q.shape[0], table.pages.shape[0]
     tiles = (rows - seqs) // (tile - 1) if tile > 1 else 0
     if rows != seqs - tiles + tiles * tile:

@@ -96,7 +96,9 @@ def _attend_sequences(
         held_SL = local < table.held[:, None]
         # Without the barrier a gather fused into a one-sequence product is wrong on CPU in JAX 0.10.2.
         keys = [
-            jax.lax.optimization_barrier(jnp.where(held_SL[part, :, None], pool_PKD[pages[part]].reshape(-1, L, D), 0))
+            jax.lax.optimization_barrier(
+                jnp.where(held_SL[part, :, None], as_numbers(pool_PKD[pages[part]], q_SQHD.dtype).reshape(-1, L, D), 0)
+            )
             for part in parts
         ]
         # Keys first: twice as fast as queries first on CPU, which the barrier keeps XLA from turning round.
@@ -130,6 +132,12 @@ def _attend_sequences(
     safe = jnp.where(some, total, 1.0)
     out = (acc / safe[..., None]).reshape(S, Q, H, D)[..., :value_width]
     return out, jnp.where(some, top + jnp.log(safe), -jnp.inf).reshape(S, Q, H)
+
+
+def as_numbers(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Unsigned words as wide as `dtype` as the numbers whose bits they hold; anything else as it is."""
+    words = jnp.issubdtype(x.dtype, jnp.unsignedinteger) and x.dtype.itemsize == jnp.dtype(dtype).itemsize
+    return jax.lax.bitcast_convert_type(x, dtype) if words else x
 
 
 def _product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:

@@ -59,6 +59,7 @@ from splash_jax.runtime.transfer import Route
 
 log = logging.getLogger("splash_jax")
 
+CPU = "cpu"  # the kind of a CPU device, as JAX names it
 DEFAULT_MOST_TOKENS = 1 << 18  # per rank, where nobody says how much memory there is
 
 Progress = Callable[[str, int, int], None]  # what, done, in all
@@ -157,6 +158,7 @@ def draw_up(
         transfer_bytes=config.transfer_bytes,
         attention_backend=backend,
         attention_chip=chip,
+        pool_words=device_kind == CPU,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     state = replace(state, common=state.common + sampler_bytes(shapes))
@@ -233,7 +235,7 @@ def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progres
     report = None if progress is None else lambda done, total: progress("loading weights", done, total)
     weights: dict[str, Any] = load_tree(checkpoint, leaves, sharding, shapes.dtype, report)
     pages = blueprint.pages[layout]
-    struct = pool_struct(NamedSharding(mesh, pool_spec(layout)), shapes.kv, pages, shapes.width, shapes.dtype)
+    struct = pool_struct(NamedSharding(mesh, pool_spec(layout)), shapes.kv, pages, shapes.width, shapes.pool_dtype)
     return DeviceState(
         weights=weights,
         pools=empty_pools(struct, blueprint.model.num_layers),

@@ -240,7 +240,7 @@ class Signatures:
 
     def _pool(self, layout: Layout, pages: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh, pool_spec(layout))
-        return pool_struct(sharding, self.shapes.kv, pages, self.shapes.width, self.shapes.dtype)
+        return pool_struct(sharding, self.shapes.kv, pages, self.shapes.width, self.shapes.pool_dtype)
 
     def _rows(self, layout: Layout, bucket: Bucket) -> jax.ShapeDtypeStruct:
         return _ints(3, *groups(layout), bucket.rows)

@@ -132,7 +132,12 @@ def first_tiles(slots: jax.Array, bucket: Bucket) -> jax.Array | None:
 
 
 def _store(pool: jax.Array, slots: jax.Array, rows: jax.Array, kernels: bool) -> jax.Array:
-    """Write rows [R, width] at flat slots i32[R] of a pool [P, page_size, width], in place; out of bounds: dropped."""
+    """Write rows [R, width] at flat slots i32[R] of a pool [P, page_size, width], in place; out of bounds: dropped.
+
+    A pool of words takes the rows' bits.
+    """
+    if rows.dtype != pool.dtype:
+        rows = jax.lax.bitcast_convert_type(rows, pool.dtype)
     if len(slots) == 1:  # XLA:CPU copies the whole pool, several times, around a scatter of a single row
         slots, rows = jnp.pad(slots, (0, 1), constant_values=NOWHERE), jnp.pad(rows, ((0, 1), (0, 0)))
     return put(pool.reshape(-1, pool.shape[-1]), slots, rows, kernels=kernels).reshape(pool.shape)

@@ -30,14 +30,19 @@ def main() -> None:
         with Worker(limits_worker, folder) as measure:
             limits = measure.ask(None)
         console.print(
-            f"{cpu_name()}, {os.cpu_count()} logical CPUs; memory {limits['bytes_per_s'] / 1e9:.1f} GB/s, float32 matmul "
-            f"{limits['flops_per_s'] / 1e9:.0f} GFLOP/s (measured now)"
+            f"{cpu_name()}, {os.cpu_count()} logical CPUs; memory {limits['bytes_per_s'] / 1e9:.1f} GB/s, float32 "
+            f"matmul {limits['flops_per_s'] / 1e9:.0f} GFLOP/s (measured now)"
         )
-        with Worker(engine_worker, folder, 1, "tp", "float32") as a, Worker(engine_worker, folder, 1, "tp", "bfloat16") as b:
+        with (
+            Worker(engine_worker, folder, 1, "tp", "float32") as a,
+            Worker(engine_worker, folder, 1, "tp", "bfloat16") as b,
+        ):
             rows = [_measure(Case(batch, context, args.new), (a, b), args.rounds)
                     for context in args.contexts for batch in args.batches]  # fmt: skip
-    table = Table("batch x context", "float32", "bfloat16", "ratio", "float32", "bfloat16", "ratio",
-                  title="tokens/s of one device: decode, then prefill; medians. Ratio: bfloat16 over float32, median (least to most)")  # fmt: skip
+    title = (
+        "tokens/s of one device: decode, then prefill; medians. Ratio: bfloat16 over float32, median (least to most)"
+    )
+    table = Table("batch x context", *(("float32", "bfloat16", "ratio") * 2), title=title)
     for row in rows:
         cells = [f"{row['batch']} x {row['context']}"]
         for name in ("decode", "prefill"):

@@ -48,5 +48,9 @@ class EngineFailed(SplashError, RuntimeError):
     """A step of this engine raised in its middle: what it left cannot be trusted, and every request has ended."""
 
 
+class BoundsError(SplashError, RuntimeError):
+    """An index of a step or a switch lies outside what it points into; found by `debug_checks`, before anything ran."""
+
+
 class PoolCorrupt(SplashError, RuntimeError):
     """Page accounting contradicts itself: a bug in the engine, never in a request."""

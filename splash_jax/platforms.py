@@ -4,9 +4,11 @@ import ctypes
 import importlib.util
 import os
 import pkgutil
+from pathlib import Path
 
 CUDA_DRIVER = "libcuda.so.1"
 OTHERS = ("jax_rocm7_plugin", "libtpu")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them; the last one is Arm's
 
 
 def on_cpu() -> bool:
@@ -31,3 +33,13 @@ def has_cuda_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def cpu_has_bfloat16(info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's CPU multiplies bfloat16 by itself. False where the system does not say (no Linux)."""
+    try:
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    features = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return not BFLOAT16_FLAGS.isdisjoint(next(features, []))

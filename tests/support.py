@@ -87,6 +87,7 @@ def make_llm(model: Path, **settings: Any) -> LLM:
         "compile_ahead": False,
         "skip_tokenizer_init": True,
         "compilation_cache_dir": None,
+        "debug_checks": True,
     }
     return LLM(model, **(defaults | settings))
 

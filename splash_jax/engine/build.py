@@ -40,6 +40,7 @@ from splash_jax.ownership import (
 )
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.ownership.plan import weight_move
+from splash_jax.platforms import cpu_has_bfloat16, on_cpu
 from splash_jax.runtime import (
     DeviceState,
     Programs,
@@ -52,14 +53,15 @@ from splash_jax.runtime import (
     make_route,
     spread_programs,
 )
-from splash_jax.runtime.keys import Key
+from splash_jax.runtime.keys import Key, StepCheckKey, SwitchCheckKey
 from splash_jax.runtime.shapes import NOWHERE, attention_kernels
 from splash_jax.runtime.sizes import sampler_bytes, state_bytes
-from splash_jax.runtime.transfer import Route
+from splash_jax.runtime.transfer import Route, cut_route
 
 log = logging.getLogger("splash_jax")
 
 CPU = "cpu"  # the kind of a CPU device, as JAX names it
+AUTO_DTYPE = "auto"
 DEFAULT_MOST_TOKENS = 1 << 18  # per rank, where nobody says how much memory there is
 
 Progress = Callable[[str, int, int], None]  # what, done, in all
@@ -100,6 +102,8 @@ class Blueprint:
             for bucket in self.buckets[layout]:
                 for part in ("embed", *dict.fromkeys(kinds), "head"):
                     yield StepKey(part=part, layout=layout, bucket=bucket, pages=self.pages[layout])
+                if self.config.debug_checks:
+                    yield StepCheckKey(layout=layout, bucket=bucket, pages=self.pages[layout])
             if self.config.scoring:
                 yield StepKey(part="score", layout=layout, bucket=self.buckets[layout][-1], pages=self.pages[layout])
         if self.config.penalties:
@@ -109,6 +113,10 @@ class Blueprint:
             if route.moves_nothing:
                 continue
             modes = self.config.switch_modes
+            if self.config.debug_checks:
+                _, part = cut_route(route, self.config.spread_parts)
+                yield SwitchCheckKey(route=route)
+                yield SwitchCheckKey(route=part)
             if SwitchMode.SPLASH in modes or SwitchMode.BLOCKING in modes:
                 yield SwitchKey(route=route)
                 if route.in_rounds:
@@ -140,7 +148,8 @@ def draw_up(
     ):  # fmt: skip
         if size > model.max_position_embeddings:
             raise ConfigError(f"{name} {size} is more than the model's context of {model.max_position_embeddings}.")
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    cpu = device_kind == CPU if device_kind else on_cpu()
+    dtype = served_dtype(config.dtype, model.dtype, cpu=cpu)
     width = model.kv_lora_rank + model.qk_rope_head_dim
     kv = KVShape(
         page_size=config.block_size,
@@ -158,7 +167,7 @@ def draw_up(
         transfer_bytes=config.transfer_bytes,
         attention_backend=backend,
         attention_chip=chip,
-        pool_words=device_kind == CPU,
+        debug_checks=config.debug_checks,
     )
     state = state_bytes(model, dtype, config.num_devices, kv)
     state = replace(state, common=state.common + sampler_bytes(shapes))
@@ -187,6 +196,16 @@ def draw_up(
     return Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
     )
+
+
+def served_dtype(asked: str, stored: str, *, cpu: bool) -> str:
+    """What weights and histories are served in: `asked`, or for "auto" the checkpoint's own dtype, where that is fast.
+
+    A CPU without bfloat16 instructions serves a bfloat16 checkpoint in float32 (docs/decisions/0010-dtypes.md).
+    """
+    if asked != AUTO_DTYPE:
+        return asked
+    return "float32" if cpu and not cpu_has_bfloat16() else stored
 
 
 def make_buckets(config: EngineConfig, layout: Layout, prompt_rows: int, backend: str) -> tuple[Bucket, ...]:
@@ -232,10 +251,12 @@ def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progres
 
     leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
     leaves = jax.tree.map(lambda leaf: in_blocks(leaf, layout.head_blocks()), leaves)
-    report = None if progress is None else lambda done, total: progress("loading weights", done, total)
+    report = (
+        None if progress is None else lambda done, total: progress(f"loading weights as {shapes.dtype}", done, total)
+    )
     weights: dict[str, Any] = load_tree(checkpoint, leaves, sharding, shapes.dtype, report)
     pages = blueprint.pages[layout]
-    struct = pool_struct(NamedSharding(mesh, pool_spec(layout)), shapes.kv, pages, shapes.width, shapes.pool_dtype)
+    struct = pool_struct(NamedSharding(mesh, pool_spec(layout)), shapes.kv, pages, shapes.width, shapes.dtype)
     return DeviceState(
         weights=weights,
         pools=empty_pools(struct, blueprint.model.num_layers),

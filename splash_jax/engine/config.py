@@ -32,7 +32,7 @@ class EngineConfig:
     switch_modes: tuple[str, ...] = ("splash", "blocking")  # ways to switch; programs are compiled for these
     spread_layers: int = 1  # layers that a spread switch moves per step
     spread_parts: int = 4  # parts that each of them moves in, each beside another layer
-    dtype: str = "auto"  # "float32", "bfloat16", or as the checkpoint says
+    dtype: str = "auto"  # "float32", "bfloat16"; "auto": the checkpoint's, but float32 on CPUs without bfloat16
     attention_backend: str = "auto"  # "gpu": Pallas kernels; "xla"; "auto": kernels on the GPUs that they are tuned for
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
@@ -55,6 +55,9 @@ class EngineConfig:
         default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla"
     )
     skip_tokenizer_init: bool = False
+    debug_checks: bool = (
+        False  # check every index of a step and a switch on the devices before it runs: slower, for tests
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Path):
@@ -80,7 +83,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}.")
-        for name in ("penalties", "scoring", "compile_ahead", "skip_tokenizer_init"):
+        for name in ("penalties", "scoring", "compile_ahead", "skip_tokenizer_init", "debug_checks"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         for name in ("hardware", "decision_log", "compilation_cache_dir"):

@@ -8,9 +8,23 @@ from splash_jax.ownership import KVShape
 
 
 def pool_struct(sharding: NamedSharding, kv: KVShape, pages: int, width: int, dtype: str) -> jax.ShapeDtypeStruct:
-    """One layer's pool [T, pages, page_size, width], its leading dimension dealt over all ranks by `sharding`."""
-    ranks = sharding.mesh.size
-    return jax.ShapeDtypeStruct((ranks, pages, kv.page_size, width), jnp.dtype(dtype), sharding=sharding)
+    """One layer's pool [T, pages, page_size, width], its leading dimension dealt over all ranks by `sharding`.
+
+    It holds numbers of `dtype`; on CPU those of 16 bits lie in it as unsigned words, see `stored_dtype`.
+    """
+    platform = sharding.mesh.devices.flat[0].platform
+    shape = (sharding.mesh.size, pages, kv.page_size, width)
+    return jax.ShapeDtypeStruct(shape, stored_dtype(dtype, platform), sharding=sharding)
+
+
+def stored_dtype(dtype: str, platform: str) -> jnp.dtype:
+    """What a pool of numbers of `dtype` is an array of.
+
+    XLA:CPU cannot write a few rows of a bfloat16 array in place: it turns the whole array to float32 and back. Of words
+    that hold the numbers' bits it can.
+    """
+    kind = jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint16) if platform == "cpu" and kind.itemsize == 2 else kind
 
 
 def empty_pools(struct: jax.ShapeDtypeStruct, num_layers: int) -> list[jax.Array]:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from splash_jax.layouts import local_spec
 from splash_jax.models.deepseek_v3_weights import layer_kind
 from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.batch import Batch
+from splash_jax.runtime.checks import STEP_CHECKS, check_state, raise_faults
+from splash_jax.runtime.keys import StepCheckKey
 from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.programs import Programs, StepKey, SwitchKey
 from splash_jax.runtime.sampler import Drawn, SamplerState
@@ -32,6 +34,10 @@ class DeviceState:
     layout: Layout
     pages: int
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` unless every array is live and every layer has a pool of its own, as the layout wants."""
+        check_state(self)
+
 
 class StepInputs(NamedTuple):
     """A batch on the devices."""
@@ -43,10 +49,14 @@ class StepInputs(NamedTuple):
     ints: jax.Array
 
 
-def put_batch(mesh: Mesh, layout: Layout, batch: Batch) -> StepInputs:
-    """Send a batch to the devices, one transfer for all of it."""
-    every, dealt = NamedSharding(mesh, P()), NamedSharding(mesh, local_spec(layout))
-    return StepInputs(*to_devices(batch, (every, dealt, every, dealt, dealt)))
+def put_batch(programs: Programs, layout: Layout, bucket: Bucket, pages: int, batch: Batch) -> StepInputs:
+    """Send a batch to the devices, in one transfer. With `debug_checks` raises `BoundsError` for an index out of bounds."""
+    every, dealt = NamedSharding(programs.mesh, P()), NamedSharding(programs.mesh, local_spec(layout))
+    inputs = StepInputs(*to_devices(batch, (every, dealt, every, dealt, dealt)))
+    if programs.shapes.debug_checks:
+        key = StepCheckKey(layout=layout, bucket=bucket, pages=pages)
+        raise_faults(f"a step in {layout}, bucket {bucket}", STEP_CHECKS, programs.get(key)(*inputs))
+    return inputs
 
 
 class Results(NamedTuple):
@@ -72,7 +82,7 @@ def run_step(
         state.layout, state.pages = switch.route.dst, switch.route.dst_pages
         switch = None if switch.route.moves_nothing else switch
     layout, pages = state.layout, state.pages
-    inputs = put_batch(programs.mesh, layout, batch)
+    inputs = put_batch(programs, layout, bucket, pages, batch)
     step = lambda part: programs.get(StepKey(part=part, layout=layout, bucket=bucket, pages=pages))  # noqa: E731
     x = step("embed")(state.weights["embed"], state.sampler.last, inputs.rows)
     if switch is not None:

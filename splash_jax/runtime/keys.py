@@ -80,4 +80,26 @@ class ResetKey:
         return "reset slot"
 
 
-Key = StepKey | SwitchKey | BeginKey | PartKey | HandoverKey | ResetKey
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCheckKey:
+    """The program that looks for indices out of bounds in what a step is handed."""
+
+    layout: Layout
+    bucket: Bucket
+    pages: int
+
+    def __str__(self) -> str:
+        return f"check {self.layout} {self.bucket}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchCheckKey:
+    """The program that looks for indices out of bounds in a round of a switch's maps."""
+
+    route: Route
+
+    def __str__(self) -> str:
+        return f"check {self.route.src}->{self.route.dst}"
+
+
+Key = StepKey | SwitchKey | BeginKey | PartKey | HandoverKey | ResetKey | StepCheckKey | SwitchCheckKey

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.chip import chip_of
@@ -49,21 +48,12 @@ class Shapes:
     attention_backend: str = "xla"  # of pallas_kernels.mla_attention
     attention_chip: str | None = None  # of pallas_kernels.chip.CHIPS, that "gpu" chooses kernels for
     transfer_bytes: int | None = None  # most that a rank receives of a layer's histories at a time; None: 1.5 pools
-    pool_words: bool = False  # whether pools hold unsigned words; see `pool_dtype`
+    debug_checks: bool = False  # whether the indices of every step and switch are checked on the devices before it runs
 
     @property
     def width(self) -> int:
         """Numbers stored per token and layer."""
         return latent_width(self.model)
-
-    @property
-    def pool_dtype(self) -> str:
-        """What pools are arrays of: `dtype`, or with `pool_words` unsigned words that hold its bits.
-
-        XLA:CPU cannot write a few rows of a bfloat16 array in place: it turns the whole array to float32 and back.
-        """
-        width = jnp.dtype(self.dtype).itemsize
-        return f"uint{8 * width}" if self.pool_words and width < 4 else self.dtype
 
     @property
     def kernels(self) -> bool:

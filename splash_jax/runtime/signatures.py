@@ -17,7 +17,18 @@ from splash_jax.models.deepseek_v3_weights import layer_kind, model_leaves
 from splash_jax.models.params import Leaf
 from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.batch import FLOAT_FIELDS, INT_FIELDS, local_size
-from splash_jax.runtime.keys import BeginKey, HandoverKey, Key, PartKey, ResetKey, StepKey, SwitchKey
+from splash_jax.runtime.checks import step_faults, switch_faults
+from splash_jax.runtime.keys import (
+    BeginKey,
+    HandoverKey,
+    Key,
+    PartKey,
+    ResetKey,
+    StepCheckKey,
+    StepKey,
+    SwitchCheckKey,
+    SwitchKey,
+)
 from splash_jax.runtime.sampler import SamplerState
 from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
 from splash_jax.runtime.step import Step, reorder_rows
@@ -63,6 +74,10 @@ class Signatures:
             return part if key.beside is None else _beside(self._layer(key.beside), part)
         if isinstance(key, HandoverKey):
             return self._handover(key)
+        if isinstance(key, StepCheckKey):
+            return self._step_check(key)
+        if isinstance(key, SwitchCheckKey):
+            return self._switch_check(key.route)
         parts = {"embed": self._embed, "head": self._head, "score": self._score}
         return parts.get(key.part, self._layer)(key)
 
@@ -104,16 +119,37 @@ class Signatures:
     def _head(self, key: StepKey) -> Signature:
         layout, bucket = key.layout, key.bucket
         weights, specs = self._head_weights(layout)
-        total, dealt = sample_rows(layout, bucket), local_spec(layout)
-        floats = jax.ShapeDtypeStruct((total, len(FLOAT_FIELDS)), jnp.float32)
-        ints = _ints(total, len(INT_FIELDS) + MAX_STOP_IDS)
-        picks = _ints(*groups(layout), bucket.sequences)
+        (sampling, sampling_specs), dealt = self._sampling(layout, bucket), local_spec(layout)
         return Signature(
             function=Step(self.shapes, layout, bucket).head,
-            args=(weights, self._state(), self._hidden(layout, bucket), picks, floats, ints),
-            specs=(specs, P(), row_spec(layout), P(), dealt, dealt),
+            args=(weights, self._state(), self._hidden(layout, bucket), *sampling),
+            specs=(specs, P(), row_spec(layout), *sampling_specs),
             out_specs=(P(), dealt),
             donates=(1,),
+        )
+
+    def _sampling(self, layout: Layout, bucket: Bucket) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[P, ...]]:
+        """`picks`, `floats` and `ints` of a batch, and their specs."""
+        total, dealt = sample_rows(layout, bucket), local_spec(layout)
+        picks = _ints(*groups(layout), bucket.sequences)
+        floats = jax.ShapeDtypeStruct((total, len(FLOAT_FIELDS)), jnp.float32)
+        return (picks, floats, _ints(total, len(INT_FIELDS) + MAX_STOP_IDS)), (P(), dealt, dealt)
+
+    def _step_check(self, key: StepCheckKey) -> Signature:
+        layout, bucket = key.layout, key.bucket
+        sampling, specs = self._sampling(layout, bucket)
+        local = _ints(layout.size, local_size(self.shapes, layout, bucket))
+        return Signature(
+            function=lambda *inputs: step_faults(self.shapes, layout, bucket, key.pages, inputs),
+            args=(self._rows(layout, bucket), local, *sampling),
+            specs=(P(), local_spec(layout), *specs),
+            out_specs=P(),
+        )
+
+    def _switch_check(self, route: Route) -> Signature:
+        maps = local_spec(route.src)
+        return Signature(
+            function=partial(switch_faults, route), args=self._maps(route), specs=(maps, maps), out_specs=P()
         )
 
     def _score(self, key: StepKey) -> Signature:
@@ -240,7 +276,7 @@ class Signatures:
 
     def _pool(self, layout: Layout, pages: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self.mesh, pool_spec(layout))
-        return pool_struct(sharding, self.shapes.kv, pages, self.shapes.width, self.shapes.pool_dtype)
+        return pool_struct(sharding, self.shapes.kv, pages, self.shapes.width, self.shapes.dtype)
 
     def _rows(self, layout: Layout, bucket: Bucket) -> jax.ShapeDtypeStruct:
         return _ints(3, *groups(layout), bucket.rows)

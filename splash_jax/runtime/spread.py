@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from splash_jax.layouts import local_spec
 from splash_jax.models.deepseek_v3_weights import layer_kind
 from splash_jax.ownership import Bucket, Layout, SwitchPlan
 from splash_jax.runtime.batch import Batch, Places
 from splash_jax.runtime.execute import DeviceState, Results, StepInputs, free, put_batch
 from splash_jax.runtime.keys import BeginKey, HandoverKey, PartKey, StepKey
-from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.programs import Programs
 from splash_jax.runtime.shapes import groups
+from splash_jax.runtime.switch import put_maps
 from splash_jax.runtime.transfer import Maps, Route, cut_maps, cut_route, make_maps
 
 
@@ -129,7 +128,7 @@ class _Run:
 
     def _put(self, side: Side) -> StepInputs:
         if side.layout not in self._inputs:
-            self._inputs[side.layout] = put_batch(self.programs.mesh, side.layout, side.batch)
+            self._inputs[side.layout] = put_batch(self.programs, side.layout, side.bucket, side.pages, side.batch)
         return self._inputs[side.layout]
 
     def _layer(self, i: int, x: jax.Array) -> jax.Array:
@@ -178,12 +177,11 @@ class _Run:
 
     def _maps(self, plan: SwitchPlan) -> list[tuple[jax.Array, ...]]:
         """The moves of a layer in parts, on the devices."""
-        whole, _ = self.spread.cut
+        whole, part = self.spread.cut
         parts: list[Maps] = []
         for maps in make_maps(whole, plan.kv):
             parts += cut_maps(whole, self.spread.parts, maps)
-        dealt = jax.sharding.NamedSharding(self.programs.mesh, local_spec(whole.src))
-        return [to_devices(part, (dealt, dealt)) for part in parts]
+        return [put_maps(self.programs, part, maps) for maps in parts]
 
 
 def _step(part: str, side: Side) -> StepKey:

@@ -8,9 +8,11 @@ from jax.sharding import NamedSharding
 
 from splash_jax.layouts import local_spec
 from splash_jax.ownership import SwitchPlan
+from splash_jax.runtime.checks import SWITCH_CHECKS, raise_faults
+from splash_jax.runtime.keys import SwitchCheckKey
 from splash_jax.runtime.placing import to_devices
 from splash_jax.runtime.programs import Programs
-from splash_jax.runtime.transfer import Route, make_maps
+from splash_jax.runtime.transfer import Maps, Route, make_maps
 
 
 class SwitchMode(enum.StrEnum):
@@ -34,6 +36,15 @@ def prepare_switch(
     programs: Programs, plan: SwitchPlan, route: Route, mode: SwitchMode = SwitchMode.SPLASH
 ) -> Switch:  # fmt: skip
     """Send a plan's maps to the devices. What it raises has changed nothing."""
-    dealt = NamedSharding(programs.mesh, local_spec(route.src))
     rounds = () if route.moves_nothing else make_maps(route, plan.kv)
-    return Switch(plan, route, tuple(to_devices(maps, (dealt, dealt)) for maps in rounds), mode)
+    return Switch(plan, route, tuple(put_maps(programs, route, maps) for maps in rounds), mode)
+
+
+def put_maps(programs: Programs, route: Route, maps: Maps) -> tuple[jax.Array, ...]:
+    """Send one round of maps to the devices. With `debug_checks` raises `BoundsError` for a bad index."""
+    dealt = NamedSharding(programs.mesh, local_spec(route.src))
+    sent = to_devices(maps, (dealt, dealt))
+    if programs.shapes.debug_checks:
+        faults = programs.get(SwitchCheckKey(route=route))(*sent)
+        raise_faults(f"a switch {route.src} -> {route.dst}", SWITCH_CHECKS, faults)
+    return sent

@@ -1,38 +1,58 @@
-"""What XLA's buffer assignment says of a compiled program, read from its protocol buffer (xla/service/hlo.proto)."""
+"""What XLA's buffer assignment says of a compiled program."""
 
+import re
+import tempfile
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
-ALLOCATIONS = 3  # field of BufferAssignmentProto
-SIZE, IS_PARAMETER, PARAMETER, LIVE_OUT = 2, 5, 6, 7  # fields of BufferAllocationProto
+ALLOCATIONS = 3  # field of BufferAssignmentProto in xla/service/hlo.proto
+SIZE, IS_PARAMETER, LIVE_OUT = 2, 5, 7  # fields of BufferAllocationProto
+_LINE = re.compile(r"^ *allocation \d+: (?:0x\w+, )?size (?P<size>\d+)(?P<rest>.*)$", re.MULTILINE)
 
 
 class Allocation(NamedTuple):
     """One allocation of a program. Bytes are of one device."""
 
     size: int
-    parameter: int | None  # None: neither an argument nor in one
-    live_out: bool  # whether results lie in it
+    argument: bool
+    result: bool  # whether results lie in it
 
 
-def allocations(compiled: jax.stages.Compiled) -> list[Allocation]:
-    """Every allocation of a compiled program."""
-    memory = compiled.memory_analysis()
-    assert memory is not None and memory.serialized_buffer_assignment_proto, "this JAX shows no buffer assignment."
-    found = []
-    for number, value in _fields(memory.serialized_buffer_assignment_proto):
-        if number == ALLOCATIONS:
-            assert isinstance(value, bytes)
+def compile_and_read(
+    lowered: jax.stages.Lowered, options: dict[str, Any] | None
+) -> tuple[jax.stages.Compiled, list[Allocation]]:
+    """A compiled program and all its allocations.
+
+    Without a device JAX hands out no buffer assignment, so there the compiler writes it into a file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {} if options is None else {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options={**(options or {}), **dump})
+        texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*buffer-assignment.txt")]
+    if not dump:
+        memory = compiled.memory_analysis()
+        assert memory is not None and memory.serialized_buffer_assignment_proto
+        return compiled, list(_allocations(memory.serialized_buffer_assignment_proto))
+    found = [
+        Allocation(int(line["size"]), ", parameter " in line["rest"], "maybe-live-out" in line["rest"])
+        for line in _LINE.finditer("\n".join(texts))
+    ]
+    assert len(texts) == 1 and found, "the compiler wrote no buffer assignment."
+    return compiled, found
+
+
+def _allocations(assignment: bytes) -> Iterator[Allocation]:
+    for number, value in _fields(assignment):
+        if number == ALLOCATIONS and isinstance(value, bytes):
             one = dict(_fields(value))
-            parameter = int(one.get(PARAMETER, 0)) if one.get(IS_PARAMETER) else None
-            found.append(Allocation(int(one.get(SIZE, 0)), parameter, bool(one.get(LIVE_OUT))))
-    return found
+            yield Allocation(int(one.get(SIZE, 0)), bool(one.get(IS_PARAMETER)), bool(one.get(LIVE_OUT)))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of every field: a varint as a number, a string or message as its bytes, the rest as 0."""
+    """(number, value) of every field of a protocol buffer: a varint as a number, a string or message as its bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -46,7 +66,6 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             at += size
         else:
             at += {1: 8, 5: 4}[kind]
-            yield key >> 3, 0
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:

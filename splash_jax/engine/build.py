@@ -56,7 +56,7 @@ from splash_jax.runtime import (
 from splash_jax.runtime.keys import Key, StepCheckKey, SwitchCheckKey
 from splash_jax.runtime.shapes import NOWHERE, attention_kernels
 from splash_jax.runtime.sizes import sampler_bytes, state_bytes
-from splash_jax.runtime.transfer import Route, cut_route
+from splash_jax.runtime.transfer import Route, cut_route, map_widths
 
 log = logging.getLogger("splash_jax")
 
@@ -114,9 +114,8 @@ class Blueprint:
                 continue
             modes = self.config.switch_modes
             if self.config.debug_checks:
-                _, part = cut_route(route, self.config.spread_parts)
-                yield SwitchCheckKey(route=route)
-                yield SwitchCheckKey(route=part)
+                parts = cut_route(route, self.config.spread_parts)
+                yield from (SwitchCheckKey(route=one) for one in (route, parts[1]) if sum(map_widths(one)))
             if SwitchMode.SPLASH in modes or SwitchMode.BLOCKING in modes:
                 yield SwitchKey(route=route)
                 if route.in_rounds:

@@ -14,7 +14,7 @@ import numpy as np
 
 from splash_jax.kv import PagePool
 from splash_jax.ownership import Bucket, Layout
-from splash_jax.runtime.shapes import MAX_STOP_IDS, Shapes, groups, sample_rows
+from splash_jax.runtime.shapes import MAX_STOP_IDS, NOWHERE, Shapes, groups, sample_rows
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_FIELDS = ("slot", "top_k", "seed", "seed_high", "sample", "token", "ban_stops", "top_logprobs")
@@ -124,7 +124,7 @@ def build_batch(
     local = np.zeros((layout.size, local_size(shapes, layout, bucket)), np.int32)
     views = [unpack_local(shapes, layout, bucket, local[rank]) for rank in range(layout.size)]
     for view in views:
-        view.write[:] = pool.pages_per_rank * page_size  # out of bounds: dropped
+        view.write[:] = NOWHERE
     picks = np.zeros((n_groups, S), np.int32)
     total = sample_rows(layout, bucket)
     floats = np.tile(np.asarray([0, 1, 0, 0, 0, 1], np.float32), (total, 1))

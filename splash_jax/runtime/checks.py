@@ -40,8 +40,10 @@ SWITCH_CHECKS = (
 
 
 def check_state(state: Any) -> None:
-    """Raise `ConfigError` unless a `DeviceState` can be stepped: every array is live, every layer has a pool of its own in
-    the layout's shape and sharding, and no two arrays that steps donate share memory.
+    """Raise `ConfigError` unless a `DeviceState` can be stepped.
+
+    Every array is live, every layer has a pool of its own in the layout's shape and sharding, and no two arrays that
+    steps donate share memory.
     """
     donated = {"sampler": state.sampler}
     for i, (pool, layer) in enumerate(zip(state.pools, state.weights["layers"], strict=False)):
@@ -73,7 +75,7 @@ def _check_pool(name: str, pool: jax.Array, state: Any) -> None:
     wanted = jax.sharding.NamedSharding(pool.sharding.mesh, pool_spec(state.layout)) if _has_mesh(pool) else None
     if wanted is None or not pool.sharding.is_equivalent_to(wanted, pool.ndim):
         raise ConfigError(
-            f"{name} lies as {pool.sharding}; place it as NamedSharding(mesh, {pool_spec(state.layout)}), a slab a rank."
+            f"{name} lies as {pool.sharding}; place it as NamedSharding(mesh, {pool_spec(state.layout)})."
         )
 
 

@@ -50,7 +50,7 @@ class StepInputs(NamedTuple):
 
 
 def put_batch(programs: Programs, layout: Layout, bucket: Bucket, pages: int, batch: Batch) -> StepInputs:
-    """Send a batch to the devices, in one transfer. With `debug_checks` raises `BoundsError` for an index out of bounds."""
+    """Send a batch to the devices, in one transfer. With `debug_checks` raises `BoundsError` for a bad index."""
     every, dealt = NamedSharding(programs.mesh, P()), NamedSharding(programs.mesh, local_spec(layout))
     inputs = StepInputs(*to_devices(batch, (every, dealt, every, dealt, dealt)))
     if programs.shapes.debug_checks:

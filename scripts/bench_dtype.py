@@ -9,13 +9,12 @@ Both sides answer every case in turn, several rounds in one session, on the rand
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_workers import Case, Worker, engine_worker, limits_worker
+from bench_workers import Case, Worker, cpu_name, engine_worker, limits_worker
 from rich.console import Console
 from rich.table import Table
 
@@ -69,16 +68,6 @@ def _measure(case: Case, workers: tuple[Worker, Worker], rounds: int) -> dict[st
         row[name]["ratio"] = (statistics.median(ratios), min(ratios), max(ratios))
     console.print(f"{case.batch} x {case.context}: decode {row['decode']}, prefill {row['prefill']}", style="dim")
     return row
-
-
-def cpu_name() -> str:
-    """The processor's name, and which matrix instructions it has."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8") if info.exists() else ""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in fields.items()}
-    has = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()]
-    return f"{fields.get('model name', platform.processor() or platform.machine())} ({', '.join(has) or 'no AVX'})"
 
 
 def _arguments() -> argparse.Namespace:

@@ -10,12 +10,13 @@ The times are this machine's; on virtual CPU devices all ranks share its cores, 
 import argparse
 import csv
 import math
+import os
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_workers import CONFIG, Case, Limits, Worker, engine_worker, hugging_face_worker, limits_worker
+from bench_workers import CONFIG, Case, Limits, Worker, cpu_name, engine_worker, hugging_face_worker, limits_worker
 from rich.console import Console
 from rich.table import Table
 
@@ -29,8 +30,8 @@ def main() -> None:
         with Worker(limits_worker, folder) as measure:
             limits = Limits(**measure.ask(None))
         console.print(
-            f"memory {limits.bytes_per_s / 1e9:.1f} GB/s, float32 matmul {limits.flops_per_s / 1e9:.0f} GFLOP/s "
-            "(measured now, on all cores)"
+            f"{cpu_name()}, {os.cpu_count()} logical CPUs; memory {limits.bytes_per_s / 1e9:.1f} GB/s, float32 matmul "
+            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s (measured now, on all cores)"
         )
         rows = []
         for devices in args.devices:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import time
 import traceback
 from collections.abc import Callable
@@ -96,6 +97,16 @@ def _serve(pipe: Any, function: Callable[..., Callable[[Any], Answer | None]], a
             pipe.send((False, answer(case)))
         except Exception:
             pipe.send((True, traceback.format_exc()))
+
+
+def cpu_name() -> str:
+    """The processor's name, and which matrix instructions it has."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    has = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()]
+    return f"{fields.get('model name', platform.processor() or platform.machine())} ({', '.join(has) or 'no AVX'})"
 
 
 def limits_worker(folder: Path) -> Callable[[Any], Answer]:

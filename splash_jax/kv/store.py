@@ -12,7 +12,7 @@ def pool_struct(sharding: NamedSharding, kv: KVShape, pages: int, width: int, dt
 
     It holds numbers of `dtype`; on CPU those of 16 bits lie in it as unsigned words, see `stored_dtype`.
     """
-    platform = sharding.mesh.devices.flat[0].platform
+    platform = next(iter(sharding.device_set)).platform
     shape = (sharding.mesh.size, pages, kv.page_size, width)
     return jax.ShapeDtypeStruct(shape, stored_dtype(dtype, platform), sharding=sharding)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from splash_jax.errors import BoundsError, ConfigError
 from splash_jax.layouts import pool_spec
@@ -72,15 +73,9 @@ def _check_pool(name: str, pool: jax.Array, state: Any) -> None:
             f"{name} is {pool.dtype}{list(pool.shape)}; in {state.layout} every pool is {first.dtype}[{lead[0]} ranks, "
             f"{lead[1]} pages, page size, width], all alike."
         )
-    wanted = jax.sharding.NamedSharding(pool.sharding.mesh, pool_spec(state.layout)) if _has_mesh(pool) else None
-    if wanted is None or not pool.sharding.is_equivalent_to(wanted, pool.ndim):
-        raise ConfigError(
-            f"{name} lies as {pool.sharding}; place it as NamedSharding(mesh, {pool_spec(state.layout)})."
-        )
-
-
-def _has_mesh(array: jax.Array) -> bool:
-    return isinstance(array.sharding, jax.sharding.NamedSharding)
+    lies, spec = pool.sharding, pool_spec(state.layout)
+    if not isinstance(lies, NamedSharding) or not lies.is_equivalent_to(NamedSharding(lies.mesh, spec), pool.ndim):
+        raise ConfigError(f"{name} lies as {lies}; place it as NamedSharding(mesh, {spec}).")
 
 
 def step_faults(shapes: Shapes, layout: Layout, bucket: Bucket, pages: int, inputs: Sequence[jax.Array]) -> jax.Array:

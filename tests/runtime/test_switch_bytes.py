@@ -311,11 +311,12 @@ def test_the_route_that_is_compiled_ahead_carries_every_plan(situation):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("src", "dst"), [("cp", "dp"), ("dop", "cp")])
-def test_large_pools_move_within_the_room_kept_free(src, dst):
+def test_large_pools_move_within_the_room_kept_free(src, dst, dtype):
     """Eq. 5 with the route that an engine compiles, where pages outweigh projections as they do on real devices."""
-    pages, at = {"dop": 4800, "cp": 4000, "dp": 4000}, programs(4)
-    state = state_bytes(MODEL, "float32", 4, at.shapes.kv)
+    pages, at = {"dop": 4800, "cp": 4000, "dp": 4000}, programs(4, dtype)
+    state = state_bytes(MODEL, dtype, 4, at.shapes.kv)
     here, there = layout(src, 4), layout(dst, 4)
     route = make_route(at.shapes, here, there, pages[src], pages[dst], weight_move(here, there, state))
     memory = at.lower(SwitchKey(route=route)).compile().memory_analysis()

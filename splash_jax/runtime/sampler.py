@@ -109,5 +109,5 @@ def remember(state: SamplerState, slots: jax.Array, tokens: jax.Array) -> Sample
     last = state.last.at[slots].set(tokens, mode="drop")
     counts = state.counts
     if counts.shape[0] == last.shape[0]:
-        counts = counts.at[slots, tokens].add(1, mode="drop")
+        counts = counts.at[slots, tokens].add(1, mode="drop", wrap_negative_indices=False)
     return SamplerState(last, counts)

@@ -242,3 +242,10 @@ def test_slots_remember_what_was_drawn():
     assert int(after.counts.sum()) == PROMPT + 2
     untracked = remember(SamplerState(state.last, jnp.zeros((1, 1), jnp.int32)), slots, tokens)
     assert untracked.counts.shape == (1, 1) and untracked.last.tolist() == [6, 4, 0]
+
+
+def test_a_row_without_a_token_counts_for_none():
+    """Its mark is below every id: it must not be taken for the last of the vocabulary."""
+    state = SamplerState(jnp.zeros(2, jnp.int32), jnp.zeros((2, 5), jnp.int32))
+    after = remember(state, jnp.asarray([0, 1], jnp.int32), jnp.asarray([NOT_FINITE, 4], jnp.int32))
+    assert after.counts.tolist() == [[0] * 5, [0, 0, 0, 0, 1]]

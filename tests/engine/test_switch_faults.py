@@ -33,7 +33,10 @@ class Broken(Exception):
 
 @dataclass
 class Faulty:
-    """Programs of which one layer's transfer fails: not called, called and raising, or the call after it raising."""
+    """Programs of which one layer's transfer fails once dispatched: before it runs, after, or the next call raising.
+
+    All programs of a step are looked up before any of them is called, so what fails here is a call.
+    """
 
     programs: Programs
     layer: int
@@ -46,25 +49,22 @@ class Faulty:
 
     def get(self, key: Any) -> Any:
         program = self.programs.get(key)
-        if not self.armed:
-            return program
-        if not isinstance(key, SwitchKey) or key.more:
+
+        def call(*args: Any) -> Any:
+            if not self.armed:
+                return program(*args)
             if self.when == "after" and self.seen == self.layer + 1:
                 raise Broken(f"after the transfer of layer {self.layer}")
-            return program
-        self.seen += 1
-        if self.seen == self.layer + 2 and self.when == "after":
-            raise Broken(f"after the transfer of layer {self.layer}")
-        if self.seen != self.layer + 1 or self.when == "after":
-            return program
-        if self.when == "before":
-            raise Broken(f"before the transfer of layer {self.layer}")
+            if not isinstance(key, SwitchKey) or key.more:
+                return program(*args)
+            self.seen += 1
+            if self.seen != self.layer + 1 or self.when in ("after", "never"):
+                return program(*args)
+            if self.when == "during":
+                program(*args)  # what it donates is gone
+            raise Broken(f"{self.when} the transfer of layer {self.layer}")
 
-        def broken(*args: Any) -> Any:
-            program(*args)  # what it donates is gone
-            raise Broken(f"during the transfer of layer {self.layer}")
-
-        return broken
+        return call
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from splash_jax.engine.build import load_state, open_checkpoint
 from splash_jax.errors import EngineFailed, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.runtime import Programs, SwitchKey
-from splash_jax.scheduler import Status
+from splash_jax.scheduler import Scheduler, Status
 from tests.engine.conftest import add, go, greedy, mixed_prompts
 from tests.support import DIRECTIONS, assert_all_free
 
@@ -192,6 +192,41 @@ def test_a_fault_while_results_are_read_ends_every_request(
     monkeypatch.setattr(type(llm.engine), "_read", failing)
     with pytest.raises(EngineFailed, match="reading what"):
         llm.generate(PROMPTS, greedy(20), switches={AT: "dop"})
+    assert_failed_clearly(llm)
+
+
+def test_a_fault_while_results_are_read_under_pressure_ends_every_request(
+    twin: Callable[[int, str], LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = go(twin(0, "never"), "tp")
+
+    def failing(engine: Any, pending: Any) -> None:
+        raise Broken("reading layer 0 before pages are given back")
+
+    add(llm, PROMPTS[3], greedy(30))
+    llm.engine.step()
+    monkeypatch.setattr(Scheduler, "under_pressure", lambda *args: True)
+    monkeypatch.setattr(type(llm.engine), "_read", failing)
+    with pytest.raises(EngineFailed, match="reading layer 0 before"):
+        llm.engine.step()
+    assert_failed_clearly(llm)
+
+
+def test_a_fault_before_a_dispatch_that_is_nobodys_ends_the_engine(
+    twin: Callable[[int, str], LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no request to end and no switch to refuse, every later step would fail alike, for ever."""
+    llm = go(twin(0, "never"), "tp")
+    request = add(llm, PROMPTS[3], greedy(30))
+    llm.engine.step()
+    llm.engine.abort(request.name)
+
+    def failing(*args: Any) -> bool:
+        raise Broken("layer 0 of nobody")
+
+    monkeypatch.setattr(Scheduler, "under_pressure", failing)
+    with pytest.raises(EngineFailed, match="layer 0 of nobody"):
+        llm.engine.step()
     assert_failed_clearly(llm)
 
 

@@ -19,7 +19,7 @@ from splash_jax.errors import ConfigError, LayoutError, PolicyError, RequestErro
 from splash_jax.kv import filled_pool
 from splash_jax.ownership import SwitchPlan
 from splash_jax.progress import Report, progress_report
-from splash_jax.scheduler import PolicyConfig, Request, SamplingParams, Status
+from splash_jax.scheduler import PolicyConfig, Request, SamplingParams, Status, plain
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -38,6 +38,9 @@ class LLM:
       progress: True: bars on stderr while weights load and programs compile, or lines where it is no terminal. False:
         nothing. Or what is called instead, as progress(what, done, in_all).
       **settings: the fields of `EngineConfig`.
+
+    Numbers may be numpy's or JAX's. What the process has set in JAX (64 bits, guards, debugging, a mesh) is set aside
+    while an engine works; the few flags that cannot be are refused by name.
 
     Raises the errors of `splash_jax.errors`, before any device memory is taken.
     """
@@ -79,6 +82,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), in order.
 
+        A request ends with finish_reason "length" at its `max_tokens`, or where prompt and output fill the context
+        `max_model_len`, whichever comes first: `max_tokens` beyond it is cut, as vLLM's `LLM` does. A request whose own
+        fault it is that it cannot go on ends with "error" and says why in `error`; the others are completed.
+
         `switches` maps a step of this call, from 0, to the layout that it and later steps run in: the switch
         happens inside that step. A pair such as `("dp", "spread")` also says how; see `switch`. Steps are those that
         this call drives, and one that never comes, because all requests ended before it, makes no switch. `on_step` is
@@ -89,7 +96,7 @@ class LLM:
         was not built for that direction) comes after all requests are done and carries them as `outputs`. Raises
         `EngineFailed` when a step raised in its middle: all requests of the engine have ended then.
         """
-        self._check_switches(switches)
+        switches = self._check_switches(switches)
         texts = _prompt_list(prompts)
         params = _per_prompt(sampling_params, len(texts))
         ids = [self._encode(text) for text in texts]
@@ -125,7 +132,7 @@ class LLM:
 
         Raises what `generate` raises; `RequestError` too where the engine was built without `scoring`.
         """
-        self._check_switches(switches)
+        switches = self._check_switches(switches)
         request = self.engine.add_request(self._name(), _ids(token_ids), SamplingParams(), score=True)
         refusal = self._run([request], switches, None)
         rows = self._take_logits(request)
@@ -196,13 +203,15 @@ class LLM:
             raise PolicyError(f"a policy has no {', '.join(unknown)}; it has {', '.join(PolicyConfig.__slots__)}.")
         pilot.policy = replace(pilot.policy, **changes)
 
-    def _check_switches(self, switches: Mapping[int, Move] | None) -> None:
+    def _check_switches(self, switches: Mapping[int, Move] | None) -> dict[int, Move]:
         if switches is not None and not isinstance(switches, Mapping):
             raise RequestError(f"switches maps steps to layouts, like {{16: 'cp'}}; got {switches!r:.200}.")
-        for step, name in (switches or {}).items():
+        checked = {plain(step): name for step, name in (switches or {}).items()}
+        for step, name in checked.items():
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise RequestError(f"switches maps steps, whole numbers from 0, to layouts; got step {step!r}.")
             self.engine.allowed_switch(*_move(name))
+        return checked
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -225,6 +234,11 @@ class LLM:
                     own = name if setting.n == 1 else f"{name}-{sample}"
                     seed = group[0].seed if group else None
                     group.append(self.engine.add_request(own, prompt, setting, sample=sample, seed=seed))
+        except RequestError as error:
+            self._drop(request for group in groups for request in group)
+            if len(ids) == 1:
+                raise
+            raise RequestError(f"prompts[{len(groups) - 1}]: {error}") from error
         except BaseException:
             self._drop(request for group in groups for request in group)
             raise
@@ -237,14 +251,14 @@ class LLM:
     def _run(
         self,
         requests: list[Request],
-        switches: Mapping[int, Move] | None,
+        switches: dict[int, Move],
         on_step: Callable[[StepRecord], None] | None,
     ) -> SplashError | None:
         """Drive requests to their ends; the first reason why one of their switches was not made, if any.
 
         Whatever interrupts it, no request is left running.
         """
-        pending = dict(switches or {})
+        pending = dict(switches)
         futures, seen, step = [], len(self.engine.records), 0
         try:
             while any(request.status is not Status.FINISHED for request in requests):
@@ -276,7 +290,7 @@ class LLM:
 
     def _take_logits(self, request: Request) -> np.ndarray:
         _, _, rows = self.engine.take(request.name)
-        if rows is None:
+        if rows is None or request.finish_reason != "stop":  # rows of a part of it, perhaps
             raise RequestError(
                 request.error or f"request {request.name} ended with {request.finish_reason} before it was scored."
             )
@@ -374,9 +388,11 @@ def _conversations(messages: Any) -> list[Any]:
 
 def _counts(tokens: Any, limit: int) -> list[int]:
     counts = _listed(tokens, "tokens must be a list of token counts")
-    for count in counts:
+    for place, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
-            raise RequestError(f"tokens must be whole numbers from 1 to the context {limit}, got {count!r}.")
+            raise RequestError(
+                f"tokens must be whole numbers from 1 to the context {limit}, got {count!r} at position {place}."
+            )
     return counts
 
 
@@ -386,7 +402,7 @@ def _listed(value: Any, rule: str) -> list[Any]:
         return np.asarray(value).tolist()
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
         raise RequestError(f"{rule}; got {type(value).__name__} {value!r:.200}.")
-    return [each.item() if isinstance(each, np.generic) else each for each in value]
+    return [plain(each) for each in value]
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

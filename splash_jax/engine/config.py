@@ -1,15 +1,15 @@
 """Settings of an engine, checked whole before anything is loaded."""
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from splash_jax.errors import ConfigError, LayoutError
 from splash_jax.layouts import make_layout
 from splash_jax.ownership import Layout
 from splash_jax.runtime import SwitchMode
-from splash_jax.scheduler import PolicyConfig
+from splash_jax.scheduler import PolicyConfig, plain
 
 AUTO = "auto"
 ATTENTION_BACKENDS = ("auto", "gpu", "xla")
@@ -19,6 +19,8 @@ PREFILL_TILE, GPU_PREFILL_TILE = 16, 128  # rows: the default, and the most that
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What an engine is built from. Sizes are in tokens or bytes as named; names are vLLM's where it has one.
+
+    Scalars of numpy and JAX are taken as the Python values they hold.
 
     A layout is a role's name, which every axis of the mesh then plays, or one role per axis: "node=dop,chip=cp".
     """
@@ -60,6 +62,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, plain(getattr(self, one.name)))
+        if isinstance(self.mesh, Mapping):
+            object.__setattr__(self, "mesh", {axis: plain(size) for axis, size in self.mesh.items()})
+        if isinstance(self.decode_buckets, Iterable) and not isinstance(self.decode_buckets, str | Mapping):
+            object.__setattr__(self, "decode_buckets", tuple(map(plain, self.decode_buckets)))
         if not isinstance(self.model, Path):
             raise ConfigError(f"model must be the pathlib.Path of a checkpoint directory, got {self.model!r}.")
         for name in (
@@ -182,8 +190,8 @@ def mesh_ranks(mesh: Mapping[str, int] | None) -> int:
     for axis, size in mesh.items():
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ConfigError(f"mesh axes are named by words, such as 'node'; got {axis!r}.")
-        _positive(f"mesh axis {axis!r}", size)
-    return math.prod(mesh.values())
+        _positive(f"mesh axis {axis!r}", plain(size))
+    return math.prod(map(plain, mesh.values()))
 
 
 def _positive(name: str, value: object) -> None:

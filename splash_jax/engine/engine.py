@@ -8,8 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,58 +19,23 @@ import numpy as np
 from splash_jax.engine.build import Blueprint, Progress, build
 from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
-from splash_jax.engine.pilot import Expected, Pilot, log_path, profile_of
-from splash_jax.engine.records import Records, StepRecord, make_record
-from splash_jax.engine.requests import check_request, stop_ids
+from splash_jax.engine.pilot import Pilot, log_path, profile_of
+from splash_jax.engine.records import Records
+from splash_jax.engine.requests import check_request, stop_ids, whole
+from splash_jax.engine.steps import Attempt, Pending, Ready, Spreading, Steps
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
 from splash_jax.kv import PagePool, TwinPool
 from splash_jax.models.config import read_model_config
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
-from splash_jax.ownership import Bucket, Layout, Manifest, SwitchPlan, plan_between, plan_switch
-from splash_jax.runtime import (
-    Draw,
-    ResetKey,
-    Results,
-    Side,
-    Spread,
-    Switch,
-    SwitchMode,
-    Work,
-    build_batch,
-    prepare_switch,
-    run_spread_step,
-    run_step,
-)
+from splash_jax.ownership import Layout, Manifest, SwitchPlan, plan_switch
+from splash_jax.runtime import Spread, Switch, SwitchMode, check_settings, own_settings, prepare_switch
 from splash_jax.runtime.batch import Places
-from splash_jax.runtime.sampler import PROMPT
 from splash_jax.runtime.transfer import lacks_room
-from splash_jax.scheduler import Chunk, Request, SamplingParams, Schedule, Scheduler, Status
+from splash_jax.scheduler import Chunk, Request, SamplingParams, Scheduler, Status
 from splash_jax.scheduler import Switch as Steered
-from splash_jax.scheduler.params import GREEDY_BELOW
 
 log = logging.getLogger("splash_jax")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Pending:
-    """A dispatched step whose results are unread."""
-
-    schedule: Schedule
-    results: Results
-    places: Places
-    record: StepRecord
-    started: float
-    expected: Expected | None  # None where it is not to be compared: no policy, or a switch in it
-
-
-@dataclass(slots=True, kw_only=True)
-class _Spreading:
-    """A spread switch under way, with the plan as it was at its start and the pages of both layouts."""
-
-    spread: Spread
-    plan: SwitchPlan
-    twin: TwinPool
 
 
 class Engine:
@@ -78,24 +45,27 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        check_settings()
         read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
         hardware = profile_of(config) if config.layout == AUTO else None
         if hardware is not None and config.decision_log is not None:
             log_path(config.decision_log)  # before anything takes long
         self.blueprint: Blueprint
-        self.blueprint, self.programs, self.state = build(config, progress)
+        with own_settings():
+            self.blueprint, self.programs, self.state = build(config, progress)
         self.config, self.model = config, self.blueprint.model
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
+        self._steps = Steps(self.blueprint, self.programs, self.state, self.scheduler)
         self.pilot = None if hardware is None else Pilot(self.blueprint, hardware)
         self.records = Records()
         self._requests: dict[str, tuple[Request, Ending]] = {}
         self._scores: dict[str, list[np.ndarray]] = {}
         self._aborts: deque[str] = deque()
         self._switches: deque[tuple[Layout, SwitchMode, Future[SwitchPlan]]] = deque()  # the first may be under way
-        self._spreading: _Spreading | None = None
-        self._pending: _Pending | None = None
+        self._spreading: Spreading | None = None
+        self._pending: Pending | None = None
         self._lock = threading.RLock()
         self._read_at = 0.0
         self._count = 0
@@ -121,7 +91,11 @@ class Engine:
         self, name: str, prompt_ids: list[int], params: SamplingParams, *, sample: int = 0, seed: int | None = None,
         score: bool = False,
     ) -> Request:  # fmt: skip
-        """Queue one sample of a prompt. Raises `RequestError`, before anything is taken, if it can never be served."""
+        """Queue one sample of a prompt. Raises `RequestError`, before anything is taken, if it can never be served.
+
+        `sample` says which sample of its seed it draws; `seed` stands above that of `params`.
+        """
+        sample, seed = whole("sample", sample, 31), None if seed is None else whole("seed", seed, 63)
         check_request(self.blueprint, prompt_ids, params, score, text=self.tokenizer is not None)
         limit = self.max_model_len
         with self._lock:
@@ -204,19 +178,28 @@ class Engine:
     def step(self) -> None:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
-        Raises `EngineFailed` when the step raises in its middle, and ever after: what it left cannot be trusted. Every
-        request has ended with an error then, and its pages are free. A keyboard interrupt is raised after the step,
-        which it leaves whole.
+        What raises before the dispatch has changed nothing: the request that it is about ends with an error, or else
+        the step's switch is refused, or else the requests of the step end with an error; all others go on. Raises
+        `EngineFailed` when the step raises after that, and ever after: what it left cannot be trusted. Every request
+        has ended with an error then, and its pages are free. A keyboard interrupt is raised after the step, which it
+        leaves whole.
         """
-        with interrupts_held(), self._lock:
+        fault: BaseException | None = None
+        with interrupts_held(), self._lock, own_settings():
             self.raise_if_failed()
-            try:
-                self._step()
-            except BaseException as error:
-                self._fail(error)
-                if isinstance(error, Exception):
-                    self.raise_if_failed()
-                raise
+            attempt = Attempt(pool=self.pool)
+            with self._or_fail():
+                try:
+                    ready = self._prepare(attempt)
+                except BaseException as error:
+                    if self._failed is not None:
+                        raise
+                    fault = error
+                    self._withdraw(attempt, error)
+                else:
+                    self._finish_step(ready)
+        if fault is not None and not isinstance(fault, Exception):
+            raise fault
 
     def raise_if_failed(self) -> None:
         """Raise `EngineFailed` if a step has failed."""
@@ -242,37 +225,109 @@ class Engine:
                 if future.running() or (not future.done() and future.set_running_or_notify_cancel()):
                     future.set_exception(EngineFailed(f"a step failed before this switch was made: {self._failed!r}"))
 
-    def _step(self) -> None:
-        self._apply_aborts()
+    @contextmanager
+    def _or_fail(self) -> Iterator[None]:
+        """Around what leaves the engine's state unknown if it raises."""
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is None:
+                self._fail(error)
+            if isinstance(error, Exception):
+                self.raise_if_failed()
+            raise
+
+    def _prepare(self, attempt: Attempt) -> Ready | None:
+        """All of a step but its dispatch; None where there is nothing to run. What it raises can be taken back."""
+        self._apply_aborts(attempt)
         chunk = None if self.pilot is None else self._steer(self.pilot)
-        switch = self._take_switch() if self._spreading is None else None
+        attempt.switch = self._take_switch() if self._spreading is None else None
         if self._pending and self.scheduler.under_pressure(self._pages):
-            self._read(self._pending)
-            self._pending = None
-        switching = switch is not None and switch.mode is SwitchMode.SPLASH
-        schedule = self.scheduler.schedule(self._pages, switching, chunk)
-        self.preemptions += len(schedule.preempted)
-        before, self._pending = self._pending, None
+            with self._or_fail():
+                self._read_pending()
+        switching = attempt.switch is not None and attempt.switch.mode is SwitchMode.SPLASH
+        attempt.schedule = self.scheduler.schedule(self._pages, switching, chunk)
+        self.preemptions += len(attempt.schedule.preempted)
+        self._tell_waiting()
         if self._spreading is not None:
-            self._pending = self._dispatch_spread(schedule, self._spreading)
-        elif schedule.chunks or switch is not None:
-            self._pending = self._dispatch(schedule, switch)
-        if switch is not None:
-            self._switches.popleft()[2].set_result(switch.plan)
+            return self._steps.spread(self._count, attempt, attempt.schedule, self._spreading)
+        if attempt.schedule.chunks or attempt.switch is not None:
+            return self._steps.ordinary(self._count, attempt, attempt.schedule, self.pool, self.pilot)
+        return None
+
+    def _tell_waiting(self) -> None:
+        waiting = self.scheduler.waiting_for
+        if waiting is not None and not waiting.request.told:
+            waiting.request.told = True
+            level = logging.INFO if waiting.what == "pages" else logging.DEBUG
+            log.log(level, "%s, and waits with %d behind it", waiting, len(self.scheduler.waiting) - 1)
+
+    def _finish_step(self, ready: Ready | None) -> None:
+        """Dispatch a step, and read the one before."""
+        before, self._pending = self._pending, None
+        if ready is not None:
+            self._pending = self._dispatch(ready)
         if before is not None:
             self._read(before)
         if not self.scheduler.unfinished and self._pending is None:
             self.pool.check(live=())
 
+    def _dispatch(self, ready: Ready) -> Pending:
+        for reset in ready.resets:
+            self.state.sampler = reset.program(self.state.sampler, reset.slot, reset.counts)
+        results = ready.dispatch()
+        self._count += 1
+        for chunk in ready.schedule.chunks:
+            chunk.request.computed += chunk.rows
+            chunk.request.in_flight += chunk.draws
+        if ready.ends is not None:
+            if self._spreading is not None:
+                self.pool, self._spreading = self._spreading.twin.dst, None
+            self._switches.popleft()[2].set_result(ready.ends)
+        return Pending(
+            schedule=ready.schedule, results=results, places=ready.places, record=ready.record, started=ready.started,
+            expected=ready.expected,
+        )  # fmt: skip
+
+    def _withdraw(self, attempt: Attempt, fault: BaseException) -> None:
+        """Take back a step that failed before its dispatch. Whoever is at fault ends; an interrupt is nobody's."""
+        spreading, scheduler = self._spreading, self.scheduler
+        about = attempt.about or scheduler.handling
+        self.pool = attempt.pool
+        pools = (self.pool,) if spreading is None else (spreading.twin.src, spreading.twin.dst)
+        scheduler.withdraw(pools, attempt.schedule)
+        if not isinstance(fault, Exception):
+            return
+        log.error("a step could not be prepared, and nothing has changed: %r", fault, exc_info=fault)
+        if self._pending is not None:
+            self._read_pending()
+        refusable = attempt.switch is not None or (spreading is not None and spreading.spread.boundary == 0)
+        if refusable and len(about) != 1:
+            self._spreading = None
+            dst, _, future = self._switches.popleft()
+            refusal = SwitchRefused(f"switch {self.layout} -> {dst} was not begun, its step failed before: {fault!r}")
+            refusal.__cause__ = fault
+            future.set_exception(refusal)
+            return
+        if not about and attempt.schedule is not None:
+            about = [chunk.request for chunk in attempt.schedule.chunks]
+        about = about or scheduler.running or list(scheduler.waiting)[:1]
+        if not about:  # nobody to end: it would only come again
+            raise fault
+        for request in [request for request in about if request.status is not Status.FINISHED]:
+            request.error = f"a step with this request could not be prepared: {fault!r}. The engine runs on."
+            self._finish(request, "error")
+
     def _steer(self, pilot: Pilot) -> int | None:
         """Ask the policy about the next step: its switch is queued. Returns the most prompt rows of the step."""
         if self._switches or not self.scheduler.unfinished:
             return pilot.chunk  # a switch that someone asked for, or that is under way, comes first
-        action = pilot.steer(self.scheduler, self.pool, self._count).action
-        if isinstance(action, Steered):
-            future = Future()
-            future.add_done_callback(pilot.told)
-            self._switches.append((self.allowed_layout(action.layout), pilot.mode(action), future))
+        with pilot.going_on():
+            action = pilot.steer(self.scheduler, self.pool, self._count).action
+            if isinstance(action, Steered):
+                future = Future()
+                future.add_done_callback(pilot.told)
+                self._switches.append((self.allowed_layout(action.layout), pilot.mode(action), future))
         return pilot.chunk
 
     def take(self, name: str) -> tuple[Request, str, np.ndarray | None]:
@@ -300,17 +355,20 @@ class Engine:
             if known and known[0].status is not Status.FINISHED:
                 self._finish(known[0], "abort")
 
-    def _apply_aborts(self) -> None:
+    def _apply_aborts(self, attempt: Attempt) -> None:
         while self._aborts:
-            known = self._requests.get(self._aborts.popleft())
+            known = self._requests.get(self._aborts[0])
             if known and known[0].status is not Status.FINISHED:
+                attempt.about = [known[0]]
                 self._finish(known[0], "abort")
+            self._aborts.popleft()
+        attempt.about = []
 
     def _take_switch(self) -> Switch | None:
         """The next switch that can be made; the page pool is as after it, and its order the first of the queue."""
         while self._switches:
             dst, mode, future = self._switches[0]
-            if future.set_running_or_notify_cancel():
+            if future.running() or future.set_running_or_notify_cancel():  # running: taken by a step that was withdrawn
                 try:
                     if dst != self.layout:
                         return self._begin_switch(dst, mode)
@@ -338,123 +396,53 @@ class Engine:
         if mode is SwitchMode.SPREAD and not route.moves_nothing:
             spread = Spread(route, self.config.spread_layers, self.config.spread_parts)
             twin = TwinPool(self.pool, PagePool.adopt(plan.after))
-            self._spreading = _Spreading(spread=spread, plan=plan, twin=twin)
+            self._spreading = Spreading(spread=spread, plan=plan, twin=twin)
             return None
         switch = prepare_switch(self.programs, plan, route, mode)
         self.pool = PagePool.adopt(plan.after)
         return switch
 
-    def _dispatch(self, schedule: Schedule, switch: Switch | None) -> _Pending:
-        started = time.perf_counter()
-        works, score = self._begin_chunks(schedule)
-        bucket = self.blueprint.buckets[self.pool.layout][-1] if score else schedule.bucket
-        batch, places = build_batch(self.blueprint.shapes, self.pool.layout, bucket, self.pool, works)
-        results = run_step(self.programs, self.state, bucket, batch, score=score, switch=switch)
-        self._end_chunks(schedule)
-        record = self._record(schedule, bucket)
-        if switch is not None:
-            record = replace(record, switch=switch.plan, switch_mode=str(switch.mode))
-        expected = None if self.pilot is None or switch is not None else self.pilot.expect(schedule, self.pool)
-        return _Pending(
-            schedule=schedule, results=results, places=places, record=record, started=started, expected=expected
-        )
+    def _read_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._read(pending)
 
-    def _dispatch_spread(self, schedule: Schedule, spreading: _Spreading) -> _Pending:
-        """A step of a spread switch; after the last one the pool is the destination's."""
-        started, spread, twin = time.perf_counter(), spreading.spread, spreading.twin
-        ahead, last = spread.boundary, spread.complete(self.model.num_layers)
-        works, score = self._begin_chunks(schedule)
-        src, dst = (
-            self._side(pool, self.blueprint.buckets[pool.layout][-1] if score else bucket, works)
-            for pool, bucket in zip((twin.src, twin.dst), schedule.buckets, strict=True)
-        )
-        moves = None if last else plan_between(twin.src.manifest(), twin.dst.manifest(), self.blueprint.state)
-        results = run_spread_step(self.programs, self.state, spread, src, dst, moves, score=score)
-        self._end_chunks(schedule)
-        if last:
-            self.pool, self._spreading = twin.dst, None
-            self._switches.popleft()[2].set_result(spreading.plan)
-        head = dst if last else src
-        record = replace(
-            self._record(schedule, head.bucket),
-            layers_ahead=ahead,
-            switch=spreading.plan if last else None,
-            switch_mode=str(SwitchMode.SPREAD),
-        )
-        return _Pending(
-            schedule=schedule, results=results, places=head.places, record=record, started=started, expected=None
-        )
-
-    def _side(self, pool: PagePool, bucket: Bucket, works: list[Work]) -> Side:
-        batch, places = build_batch(self.blueprint.shapes, pool.layout, bucket, pool, works)
-        return Side(pool.layout, pool.pages_per_rank, bucket, batch, places)
-
-    def _begin_chunks(self, schedule: Schedule) -> tuple[list[Work], bool]:
-        """What the step does for each request, and whether any is scored."""
-        for chunk in schedule.chunks:
-            if chunk.start == 0 and chunk.request.params.penalised:
-                self._reset_counts(chunk.request)
-        works = [self._work(chunk) for chunk in schedule.chunks]
-        return works, any(chunk.request.score for chunk in schedule.chunks)
-
-    def _end_chunks(self, schedule: Schedule) -> None:
-        for chunk in schedule.chunks:
-            chunk.request.computed += chunk.rows
-            chunk.request.in_flight += chunk.draws
-
-    def _work(self, chunk: Chunk) -> Work:
-        request, params = chunk.request, chunk.request.params
-        stop = chunk.start + chunk.rows
-        ids = np.asarray(request.ids(chunk.start, stop), np.int32) if stop <= request.known else None
-        draw = None
-        if chunk.draws:
-            token = request.total - len(request.prompt_ids)
-            draw = Draw(
-                temperature=0.0 if params.temperature < GREEDY_BELOW else params.temperature,
-                top_k=max(params.top_k, 0),
-                top_p=params.top_p,
-                min_p=params.min_p,
-                presence=params.presence_penalty,
-                frequency=params.frequency_penalty,
-                repetition=params.repetition_penalty,
-                seed=request.seed,
-                sample=request.sample,
-                token=token,
-                banned=tuple(sorted(request.stop_ids)) if token < params.min_tokens else (),
-                top_logprobs=params.logprobs or 0,
-            )
-        return Work(name=request.name, slot=request.slot, start=chunk.start, ids=ids, draw=draw)
-
-    def _reset_counts(self, request: Request) -> None:
-        row = np.bincount(request.output_ids, minlength=self.model.vocab_size).astype(np.int32)
-        row[np.unique(request.prompt_ids)] += PROMPT
-        self.state.sampler = self.programs.get(ResetKey())(self.state.sampler, np.int32(request.slot), row)
-
-    def _read(self, pending: _Pending) -> None:
+    def _read(self, pending: Pending) -> None:
         """Wait for a step's tokens and give them to their requests."""
-        tokens, logprobs, logits = jax.device_get(
-            (pending.results.drawn.tokens, pending.results.drawn.logprobs, pending.results.logits)
-        )
+        values = jax.device_get((pending.results.drawn.tokens, pending.results.drawn.logprobs, pending.results.logits))
         now = time.perf_counter()
         for chunk in pending.schedule.chunks:
             request = chunk.request
             request.in_flight -= chunk.draws
             if request.status is Status.FINISHED:
                 continue
-            if request.score:
-                rows = logits[pending.places.rows[request.name], : self.model.vocab_size]
-                if chunk.start == 0:  # begun, or begun again after giving its pages back
-                    self._scores[request.name] = []
-                self._scores[request.name].append(rows)
-                if chunk.start + chunk.rows == request.known:
-                    self._finish(request, "stop")
-            elif chunk.draws:
-                self._take_token(request, *(x[pending.places.sampled[request.name]] for x in (tokens, logprobs)))
+            try:
+                self._give(pending.places, chunk, *values)
+            except Exception as error:  # this request's own trouble
+                log.warning("request %r ended: its results could not be taken: %r", request.name, error)
+                request.error = f"its results could not be taken: {error!r}"
+                if request.status is not Status.FINISHED:
+                    self._finish(request, "error")
         seconds = now - max(pending.started, self._read_at)
         self._read_at = now
         self.records.append(replace(pending.record, seconds=seconds))
         if self.pilot is not None and pending.expected is not None:
             self.pilot.observe(pending.expected, seconds)
+
+    def _give(
+        self, places: Places, chunk: Chunk, tokens: np.ndarray, logprobs: np.ndarray, logits: np.ndarray | None
+    ) -> None:
+        """Give a request what a step computed for it."""
+        request = chunk.request
+        if logits is not None and request.score:
+            rows = logits[places.rows[request.name], : self.model.vocab_size]
+            if chunk.start == 0:  # begun, or begun again after giving its pages back
+                self._scores[request.name] = []
+            self._scores[request.name].append(rows)
+            if chunk.start + chunk.rows == request.known:
+                self._finish(request, "stop")
+        elif chunk.draws:
+            self._take_token(request, *(x[places.sampled[request.name]] for x in (tokens, logprobs)))
 
     def _take_token(self, request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         token = int(tokens[0])
@@ -480,7 +468,3 @@ class Engine:
         request.finish_reason = reason
         if self.pilot is not None:
             self.pilot.finished(request)
-
-    def _record(self, schedule: Schedule, bucket: Bucket) -> StepRecord:
-        self._count += 1
-        return make_record(self._count - 1, self.blueprint, self.scheduler, self.pool, schedule, bucket)

@@ -99,7 +99,7 @@ class Pilot:
     def steer(self, scheduler: Scheduler, pool: PagePool, step: int) -> Decision:
         """The decision about step number `step`, which comes next. To stay, where none can be made."""
         decision = Decision(action=Run(0), reason="policy failed", memory=self._memory)
-        with self._going_on():
+        with self.going_on():
             snapshot = self.observer.snapshot(
                 scheduler, pool, step=step, time=time.monotonic(), policy=self._policy, memory=self._memory
             )
@@ -124,7 +124,7 @@ class Pilot:
             self._log = None
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def going_on(self) -> Iterator[None]:
         """Around what may fail without harm to any request: the first failure under a policy is told."""
         try:
             yield
@@ -145,7 +145,7 @@ class Pilot:
     def expect(self, schedule: Schedule, pool: PagePool) -> Expected | None:
         """What the profile says of a step, uncorrected; None for one without rows."""
         expected = None
-        with self._going_on():
+        with self.going_on():
             if schedule.chunks:
                 load = _load(schedule, pool)
                 kind = "prefill" if (load.new_rows > 1).any() else "decode"
@@ -154,15 +154,16 @@ class Pilot:
 
     def observe(self, expected: Expected, seconds: float) -> None:
         """A step whose results were read, and what it took."""
-        with self._going_on():
+        with self.going_on():
             self.observer.residuals = self.observer.residuals.observe(*expected, seconds)
 
     def finished(self, request: Request) -> None:
         """A request that drew its last token, or was cut off. One that draws none says nothing of lengths."""
         if request.score:
             return
-        length = request.finish_reason != "stop"
-        self.observer.lifetimes = self.observer.lifetimes.finished(len(request.output_ids), length)
+        with self.going_on():
+            length = request.finish_reason != "stop"
+            self.observer.lifetimes = self.observer.lifetimes.finished(len(request.output_ids), length)
 
 
 def _load(schedule: Schedule, pool: PagePool) -> Load:

@@ -24,7 +24,7 @@ class StepRecord:
     drawn: int  # tokens drawn
     seconds: float
     running_by_home: tuple[int, ...]
-    waiting: int
+    waiting: int  # requests
     pages_used: tuple[int, ...]
     pages_per_rank: int
     projection_bytes: int  # on every rank
@@ -34,6 +34,7 @@ class StepRecord:
     switch: SwitchPlan | None = None
     switch_mode: str | None = None  # how it was carried out
     layers_ahead: int = 0  # of a spread switch under way: layers that ran in its destination
+    waiting_for: str | None = None  # what the first of those that wait lacks: slots, prompt rows or pages, and how many
 
 
 class Records(Sequence[StepRecord]):
@@ -73,7 +74,7 @@ class Records(Sequence[StepRecord]):
 def make_record(
     step: int, blueprint: Blueprint, scheduler: Scheduler, pool: PagePool, schedule: Schedule, bucket: Bucket
 ) -> StepRecord:
-    """The record of a step that was just dispatched; its seconds are not known yet."""
+    """The record of a step that is about to be dispatched; its seconds are not known yet."""
     layout = pool.layout
     holds = blueprint.footprint(layout)
     running = [0] * layout.size
@@ -95,4 +96,5 @@ def make_record(
         kv_bytes=holds.kv,
         transit_bytes=holds.transit,
         idle_ranks=sum(layout.group_of(rank) not in busy for rank in range(layout.size)),
+        waiting_for=None if scheduler.waiting_for is None else str(scheduler.waiting_for),
     )

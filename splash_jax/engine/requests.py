@@ -6,7 +6,7 @@ from splash_jax.engine.build import Blueprint
 from splash_jax.errors import RequestError
 from splash_jax.models.config import ModelConfig
 from splash_jax.runtime.shapes import MAX_STOP_IDS
-from splash_jax.scheduler import SamplingParams
+from splash_jax.scheduler import SamplingParams, plain
 
 
 def stop_ids(model: ModelConfig, params: SamplingParams) -> frozenset[int]:
@@ -23,17 +23,27 @@ def check_request(blueprint: Blueprint, ids: list[int], params: SamplingParams, 
     vocabulary, limit = blueprint.model.vocab_size, blueprint.shapes.max_model_len
     if not ids:
         raise RequestError("the prompt is empty: give it at least one token.")
-    bad = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocabulary]
-    if bad:
-        raise RequestError(f"token id {bad[0]!r} is not in the vocabulary: ids go from 0 to {vocabulary - 1}.")
+    for place, i in enumerate(ids):
+        if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocabulary:
+            raise RequestError(
+                f"token id {i!r} at position {place} is not in the vocabulary: ids go from 0 to {vocabulary - 1}."
+            )
     room = limit if score else limit - 1
     if len(ids) > room:
         raise RequestError(
             f"the prompt has {len(ids)} tokens, the context holds {limit}{'' if score else ', one of them drawn'}. "
             f"Shorten it or raise max_model_len."
         )
-    if not score and len(ids) + params.min_tokens > limit:
-        raise RequestError(f"{len(ids)} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}.")
+    resumed = params.resumed_tokens
+    if resumed >= len(ids):
+        raise RequestError(
+            f"resumed_tokens is {resumed} and the prompt has {len(ids)} tokens; send the first prompt, which has at "
+            f"least one, and the resumed output behind it."
+        )
+    if not score and len(ids) - resumed + params.min_tokens > limit:
+        raise RequestError(
+            f"{len(ids) - resumed} prompt tokens and min_tokens {params.min_tokens} exceed the context {limit}."
+        )
     if params.min_tokens and (count := len(stop_ids(blueprint.model, params))) > MAX_STOP_IDS:
         raise RequestError(f"min_tokens bans at most {MAX_STOP_IDS} stop ids, this request has {count}.")
     if params.penalised and not blueprint.config.penalties:
@@ -42,3 +52,11 @@ def check_request(blueprint: Blueprint, ids: list[int], params: SamplingParams, 
         raise RequestError("stop strings need a tokenizer; use stop_token_ids or skip_tokenizer_init=False.")
     if score and not blueprint.config.scoring:
         raise RequestError("logits need an engine with scoring=True.")
+
+
+def whole(name: str, value: object, bits: int) -> int:
+    """A sample's index or a seed as an int. Raises `RequestError` for what is none of 0 to 2**bits - 1."""
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**bits:
+        raise RequestError(f"{name} must be a whole number from 0 to {2**bits - 1}, got {number!r}.")
+    return number

@@ -15,7 +15,7 @@ class Ending:
         """Take one more token; sets the request's finish reason when it is the last."""
         request, params = self.request, self.request.params
         request.output_ids.append(token)
-        early = len(request.output_ids) < params.min_tokens
+        early = request.known - request.prompt_only < params.min_tokens
         if token in request.stop_ids and not early:
             request.finish_reason = "stop"
             request.stop_reason = token if token in (params.stop_token_ids or ()) else None

@@ -5,7 +5,9 @@ in the destination; it is a mode of the switch. *Target-ready* is `move_all` at 
 without a switch: what the step costs once the state is there.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +19,9 @@ from splash_jax.models.deepseek_v3_weights import layer_kind
 from splash_jax.ownership import Bucket, Layout
 from splash_jax.runtime.batch import Batch
 from splash_jax.runtime.checks import STEP_CHECKS, check_state, raise_faults
-from splash_jax.runtime.keys import StepCheckKey
+from splash_jax.runtime.keys import Key, StepCheckKey, StepKey, SwitchKey
 from splash_jax.runtime.placing import to_devices
-from splash_jax.runtime.programs import Programs, StepKey, SwitchKey
+from splash_jax.runtime.programs import Programs
 from splash_jax.runtime.sampler import Drawn, SamplerState
 from splash_jax.runtime.switch import Switch, SwitchMode
 
@@ -75,6 +77,46 @@ def run_step(
     The switch moves layer i's state in the program that computes layer i - 1; the first layer's state moves before it.
     Each layer's old arrays are gone when its transfer is done. A blocking switch moves everything first.
     """
+    return prepare_step(programs, state, bucket, batch, score=score, switch=switch)()
+
+
+def prepare_step(
+    programs: Programs, state: DeviceState, bucket: Bucket, batch: Batch, *, score: bool = False,
+    switch: Switch | None = None,
+) -> Callable[[], Results]:  # fmt: skip
+    """What of `run_step` changes nothing: its programs looked up, or compiled, and its batch sent to the devices.
+
+    What this raises has left `state` as it was. Calling what it returns, once, dispatches the step.
+    """
+    layout, pages = (state.layout, state.pages) if switch is None else (switch.route.dst, switch.route.dst_pages)
+    for key in _step_keys(programs, state, bucket, layout, pages, score, switch):
+        programs.get(key)
+    inputs = put_batch(programs, layout, bucket, pages, batch)
+    return partial(_dispatch, programs, state, bucket, inputs, score, switch)
+
+
+def _step_keys(
+    programs: Programs, state: DeviceState, bucket: Bucket, layout: Layout, pages: int, score: bool,
+    switch: Switch | None,
+) -> Iterator[Key]:  # fmt: skip
+    """Keys of all programs that `_dispatch` calls."""
+    kinds = [_kind(programs, i) for i in range(len(state.pools))]
+    if switch is not None and not switch.route.moves_nothing:
+        yield SwitchKey(route=switch.route)
+        if len(switch.rounds) > 1:
+            yield SwitchKey(route=switch.route, more=True)
+        if switch.mode is not SwitchMode.BLOCKING:
+            *beside, last = kinds
+            for kind in dict.fromkeys(beside):
+                yield SwitchKey(route=switch.route, kind=kind, bucket=bucket)
+            kinds = [last]
+    for part in ("embed", *dict.fromkeys(kinds), "head", *(("score",) if score else ())):
+        yield StepKey(part=part, layout=layout, bucket=bucket, pages=pages)
+
+
+def _dispatch(
+    programs: Programs, state: DeviceState, bucket: Bucket, inputs: StepInputs, score: bool, switch: Switch | None
+) -> Results:
     if switch is not None and switch.mode is SwitchMode.BLOCKING:
         move_all(programs, state, switch)
         switch = None
@@ -82,7 +124,6 @@ def run_step(
         state.layout, state.pages = switch.route.dst, switch.route.dst_pages
         switch = None if switch.route.moves_nothing else switch
     layout, pages = state.layout, state.pages
-    inputs = put_batch(programs, layout, bucket, pages, batch)
     step = lambda part: programs.get(StepKey(part=part, layout=layout, bucket=bucket, pages=pages))  # noqa: E731
     x = step("embed")(state.weights["embed"], state.sampler.last, inputs.rows)
     if switch is not None:

@@ -44,7 +44,7 @@ def draw(logits: jax.Array, floats: jax.Array, ints: jax.Array, counts: jax.Arra
     norm = jax.nn.logsumexp(raw, -1)
     chosen = jnp.take_along_axis(raw, token[:, None], 1)[:, 0] - norm
     empty = (
-        jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS)),
+        jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS), raw.dtype),
         jnp.zeros((raw.shape[0], MAX_TOP_LOGPROBS), jnp.int32),
     )
     top, top_ids = jax.lax.cond((i["top_logprobs"] > 0).any(), lambda: _top(raw), lambda: empty)

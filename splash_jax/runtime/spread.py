@@ -6,6 +6,7 @@ nothing about it changes in between, so nothing has to be sent twice. Only one l
 """
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from splash_jax.models.deepseek_v3_weights import layer_kind
 from splash_jax.ownership import Bucket, Layout, SwitchPlan
 from splash_jax.runtime.batch import Batch, Places
-from splash_jax.runtime.execute import DeviceState, Results, StepInputs, free, put_batch
+from splash_jax.runtime.execute import DeviceState, Results, free, put_batch
 from splash_jax.runtime.keys import BeginKey, HandoverKey, PartKey, StepKey
 from splash_jax.runtime.programs import Programs
 from splash_jax.runtime.shapes import groups
@@ -62,16 +63,17 @@ class Spread:
         return cut_route(self.route, self.parts)
 
 
-def run_spread_step(
+def prepare_spread_step(
     programs: Programs, state: DeviceState, spread: Spread, src: Side, dst: Side, plan: SwitchPlan | None,
     *, score: bool = False,
-) -> Results:  # fmt: skip
-    """Dispatch one step of a spread switch.
+) -> Callable[[], Results]:  # fmt: skip
+    """One step of a spread switch, all but its dispatch: programs are looked up, batches and maps sent to the devices.
 
     `plan` has the moves from the pages of `src` to those of `dst` as both are after this step's rows; None when all
-    layers have been sent on their way before. The head runs in the layout of the last layer.
+    layers have been sent on their way before. The head runs in the layout of the last layer. What this raises has
+    changed nothing. Calling what it returns, once, dispatches the step.
     """
-    return _Run(programs, state, spread, src, dst).run(plan, score)
+    return _Run(programs, state, spread, src, dst, plan, score).dispatch
 
 
 def spread_programs(route: Route, parts: int, kinds: list[str], buckets: list[tuple[Bucket, Bucket]]) -> list[Any]:
@@ -91,17 +93,39 @@ def spread_programs(route: Route, parts: int, kinds: list[str], buckets: list[tu
 class _Run:
     """The working state of one step."""
 
-    def __init__(self, programs: Programs, state: DeviceState, spread: Spread, src: Side, dst: Side) -> None:
+    def __init__(
+        self, programs: Programs, state: DeviceState, spread: Spread, src: Side, dst: Side, plan: SwitchPlan | None,
+        score: bool,
+    ) -> None:  # fmt: skip
         self.programs, self.state, self.spread, self.src, self.dst = programs, state, spread, src, dst
-        self._inputs: dict[Layout, StepInputs] = {}
+        layers, boundary = len(state.pools), spread.boundary
+        self._score, self._until = score, min(boundary + spread.layers_per_step, layers)
+        self._head = self._side(layers - 1)
+        for key in self._keys():
+            programs.get(key)
+        self._inputs = {
+            side.layout: put_batch(programs, side.layout, side.bucket, side.pages, side.batch)
+            for side in {layer >= boundary: self._side(layer) for layer in range(layers)}.values()
+        }
+        self._order = self._handover_order() if 0 < boundary < layers else None
+        self._maps = self._moves(plan) if plan is not None and self._until > boundary else []
 
-    def run(self, plan: SwitchPlan | None, score: bool) -> Results:
+    def _keys(self) -> Iterator[Any]:
+        """Keys of every program that the dispatch may call."""
+        kinds = list(dict.fromkeys(layer_kind(self.programs.shapes.model, i) for i in range(len(self.state.pools))))
+        yield from spread_programs(self.spread.route, self.spread.parts, kinds, [(self.src.bucket, self.dst.bucket)])
+        for side in (self.src, self.dst):
+            for part in ("embed", *kinds, "head"):
+                yield _step(part, side)
+        if self._score:
+            yield _step("score", self._head)
+
+    def dispatch(self) -> Results:
         state, spread, layers = self.state, self.spread, len(self.state.pools)
-        boundary, until = spread.boundary, min(spread.boundary + spread.layers_per_step, layers)
-        maps = self._maps(plan) if plan is not None and until > boundary else []
-        first, last = self._side(0), self._side(layers - 1)
+        boundary, until = spread.boundary, self._until
+        first, last = self._side(0), self._head
         embed = self.programs.get(_step("embed", first))
-        x = embed(state.weights["embed"], state.sampler.last, self._put(first).rows)
+        x = embed(state.weights["embed"], state.sampler.last, self._inputs[first.layout].rows)
         for i in range(layers):
             if i == boundary and boundary > 0:
                 x = self._hand_over(x)
@@ -109,15 +133,15 @@ class _Run:
                 self._move_part()
             x = self._layer(i, x)
             if boundary <= i < until:
-                spread.moving.append(_Moving(layer=i, maps=deque(maps)))
+                spread.moving.append(_Moving(layer=i, maps=deque(self._maps)))
         if boundary == layers:
             while spread.moving:
                 self._move_part()
             state.layout, state.pages = self.dst.layout, self.dst.pages
         spread.boundary = until
         head = {"final_norm": state.weights["final_norm"], "lm_head": state.weights["lm_head"]}
-        logits = self.programs.get(_step("score", last))(head, x) if score else None
-        inputs = self._put(last)
+        logits = self.programs.get(_step("score", last))(head, x) if self._score else None
+        inputs = self._inputs[last.layout]
         state.sampler, drawn = self.programs.get(_step("head", last))(
             head, state.sampler, x, inputs.picks, inputs.floats, inputs.ints
         )
@@ -126,15 +150,10 @@ class _Run:
     def _side(self, layer: int) -> Side:
         return self.dst if layer < self.spread.boundary else self.src
 
-    def _put(self, side: Side) -> StepInputs:
-        if side.layout not in self._inputs:
-            self._inputs[side.layout] = put_batch(self.programs, side.layout, side.bucket, side.pages, side.batch)
-        return self._inputs[side.layout]
-
     def _layer(self, i: int, x: jax.Array) -> jax.Array:
         """Run a layer, with a part of the first layer on the move beside it if there is one."""
         side, state, weights = self._side(i), self.state, self.state.weights["layers"][i]
-        key, inputs = _step(layer_kind(self.programs.shapes.model, i), side), self._put(side)
+        key, inputs = _step(layer_kind(self.programs.shapes.model, i), side), self._inputs[side.layout]
         args = (weights, x, state.pools[i], inputs.rows, inputs.local)
         if self.spread.moving:
             x, state.pools[i] = self._move_part(key, args)
@@ -166,16 +185,21 @@ class _Run:
                 layers[moving.layer]["moved"] = moved
         return tuple(computed)
 
-    def _hand_over(self, x: jax.Array) -> jax.Array:
-        """Rows of the destination's order to the source's."""
+    def _handover_order(self) -> np.ndarray:
+        """i32[groups..., R] of the source's rows: their places among the destination's."""
         src, dst = self.src, self.dst
         order = np.full((src.layout.owner_groups * src.bucket.rows,), -1, np.int32)
         for name, rows in src.places.rows.items():
             order[rows] = dst.places.rows[name]
-        key = HandoverKey(src=dst.layout, dst=src.layout, src_bucket=dst.bucket, dst_bucket=src.bucket)
-        return self.programs.get(key)(x, order.reshape(*groups(src.layout), src.bucket.rows))
+        return order.reshape(*groups(src.layout), src.bucket.rows)
 
-    def _maps(self, plan: SwitchPlan) -> list[tuple[jax.Array, ...]]:
+    def _hand_over(self, x: jax.Array) -> jax.Array:
+        """Rows of the destination's order to the source's."""
+        src, dst = self.src, self.dst
+        key = HandoverKey(src=dst.layout, dst=src.layout, src_bucket=dst.bucket, dst_bucket=src.bucket)
+        return self.programs.get(key)(x, self._order)
+
+    def _moves(self, plan: SwitchPlan) -> list[tuple[jax.Array, ...]]:
         """The moves of a layer in parts, on the devices."""
         whole, part = self.spread.cut
         parts: list[Maps] = []

@@ -2,13 +2,13 @@
 
 from splash_jax.scheduler.decision_log import explain, log_line, replay
 from splash_jax.scheduler.lifetimes import Lifetimes
-from splash_jax.scheduler.params import SamplingParams
+from splash_jax.scheduler.params import SamplingParams, plain
 from splash_jax.scheduler.policy import decide
 from splash_jax.scheduler.priced import ModelCosts
 from splash_jax.scheduler.quotes import Costs, Observer, SwitchCost, chunk_sizes
 from splash_jax.scheduler.request import Request, Rows, Status
 from splash_jax.scheduler.residuals import Residuals
-from splash_jax.scheduler.scheduler import Chunk, Schedule, Scheduler
+from splash_jax.scheduler.scheduler import Chunk, Schedule, Scheduler, Waiting
 from splash_jax.scheduler.snapshot import (
     Choice,
     Decision,
@@ -44,9 +44,11 @@ __all__ = [
     "Status",
     "Switch",
     "SwitchCost",
+    "Waiting",
     "chunk_sizes",
     "decide",
     "explain",
     "log_line",
+    "plain",
     "replay",
 ]

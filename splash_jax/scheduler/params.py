@@ -1,7 +1,8 @@
 """How a request wants its tokens: names, meanings and defaults are vLLM's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from splash_jax.errors import RequestError
 
@@ -9,9 +10,23 @@ MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5  # a temperature below is 0: dividing by it would only overflow
 
 
+def plain(value: Any) -> Any:
+    """The Python value of a scalar of numpy or JAX, or of an array of no dimensions; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings of a request.
+    """Sampling settings of a request. Scalars of numpy and JAX are taken as the Python values they hold.
+
+    A request never grows beyond the context: `max_tokens` is cut where prompt and output fill `max_model_len`, and the
+    request ends there with finish_reason "length", as with vLLM's `LLM`.
+
+    To go on with a request that was interrupted, send its prompt with the output so far behind it, and `resumed_tokens`
+    says how many of these tokens are that output. Then a `seed` draws what it would have drawn without the interruption
+    (sample i of it only as sample i: `Engine.add_request(sample=i)`), penalties count them as output, and so does
+    `min_tokens`. `max_tokens`, the result's tokens and its text are of new tokens only, and `stop` strings are looked
+    for in new text only: one that begins in the resumed output is not found.
 
     Raises `RequestError`, naming the value and the range, for anything that cannot be meant.
     """
@@ -29,12 +44,16 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: until the context is full
+    max_tokens: int | None = 16  # new tokens; None: until the context is full
     min_tokens: int = 0  # no end of sequence and no stop token before
     logprobs: int | None = None  # of the model itself, before any setting: the drawn token's and this many more
     skip_special_tokens: bool = True
+    resumed_tokens: int = 0  # the prompt's last tokens that are output of an earlier, interrupted request
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, plain(getattr(self, one.name)))
+        object.__setattr__(self, "stop_token_ids", _plain_list(self.stop_token_ids))
         self._whole("n", 1, 1024)
         self._number("temperature", 0.0, 100.0)
         self._number("top_p", 0.0, 1.0, above=True)
@@ -46,8 +65,10 @@ class SamplingParams:
         if self.max_tokens is not None:
             self._whole("max_tokens", 1, 2**31 - 1)
         self._whole("min_tokens", 0, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}.")
+        self._whole("resumed_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens + self.resumed_tokens:
+            resumed = f" and resumed_tokens {self.resumed_tokens}" if self.resumed_tokens else ""
+            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}{resumed}.")
         if self.logprobs is not None:
             self._whole("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None:
@@ -88,3 +109,10 @@ class SamplingParams:
                 f"{name} must be {'above' if above else 'from'} {least} {'and at most' if above else 'to'} {most}, "
                 f"got {value!r}."
             )
+
+
+def _plain_list(values: Any) -> Any:
+    """A list, tuple or array of one dimension with Python values; anything else as it is."""
+    if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist"):
+        return values.tolist()
+    return type(values)(map(plain, values)) if type(values) in (list, tuple) else values

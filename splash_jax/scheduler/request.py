@@ -44,6 +44,12 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     preemptions: int = 0
+    told: bool = False  # whether the log has said what it waits for
+
+    @property
+    def prompt_only(self) -> int:
+        """Tokens of the prompt without those that are output of an earlier request."""
+        return len(self.prompt_ids) - self.params.resumed_tokens
 
     @property
     def known(self) -> int:

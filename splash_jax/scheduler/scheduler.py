@@ -49,10 +49,24 @@ class Begun(NamedTuple):
         return Begun(self.prompts + prompts, self.rows + rows, self.draws + draws)
 
 
+class Waiting(NamedTuple):
+    """Why the first request of the queue waits, and with it all behind it."""
+
+    request: Request
+    what: str  # "slots", "prompt rows" or "pages": what it lacks
+    short: int  # by how many
+    rank: int | None = None  # of pages: where; of both layouts' ranks, the source's first, while a switch is spread
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        return f"request {self.request.name} lacks {self.short} {self.what}{where}"
+
+
 class Scheduler:
     """The queue of requests and the choice of every step's rows.
 
     `buckets` are the shapes a step may have in a layout, smallest first; the last is large enough for any of them.
+    First come, first served: nobody passes the first request of the queue, so small ones never starve a large one.
     """
 
     def __init__(self, slots: int, buckets: Callable[[Layout], Sequence[Bucket]]) -> None:
@@ -62,6 +76,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.begun = Begun()
+        self.waiting_for: Waiting | None = None  # as of the last step; None where nobody waits
+        self.handling: list[Request] = []  # whose rows are being chosen, for who asks why that failed
 
     @property
     def unfinished(self) -> bool:
@@ -93,22 +109,48 @@ class Scheduler:
                 drawing.append(request)
             elif rows is Rows.PROMPT:
                 prompts.append(request)
+        self.handling = drawing
         if step.take_all(drawing):
             drawing = []
         for request in drawing:
+            self.handling = [request]
             if request.status is not Status.RUNNING or not step.has_row(request):
                 continue
-            while request.status is Status.RUNNING and pool.shortfall(request.name, request.computed + 1):
+            while request.status is Status.RUNNING and (short := pool.shortfall(request.name, request.computed + 1)):
                 preempted.append(self._preempt_youngest(pool, request))
+                self.waiting_for = Waiting(preempted[-1], "pages", short)
             if request.status is Status.RUNNING:
                 step.take(request, 1, draws=True)
         for request in prompts:
+            self.handling = [request]
             if request.status is Status.RUNNING:
                 self._prefill(step, request)
+        self.handling = []
         if not preempted:
-            self._admit(step)
+            self.waiting_for = self._admit(step)
+        self.handling = []
         self.begun = self.begun.plus(draws=sum(chunk.draws for chunk in step.chunks))
         return Schedule(chunks=tuple(step.chunks), buckets=step.buckets(switching), preempted=tuple(preempted))
+
+    def withdraw(self, pools: Sequence[PagePool], schedule: Schedule | None) -> None:
+        """Take back a step that will not be dispatched, `schedule` as far as it was chosen.
+
+        `pools` hold histories as the devices do. Whoever runs and is not in them waits again, and they keep pages of
+        nobody else. Pages and slots that a request was given stay its own: the next step finds them there.
+        """
+        self.handling = []
+        self.waiting = deque(request for request in self.waiting if request not in self.running)
+        for request in reversed([r for r in self.running if not all(r.name in pool for pool in pools)]):
+            self._leave(request)
+            request.status = Status.WAITING
+            self.waiting.appendleft(request)
+            self.begun = self.begun.plus(prompts=-1, rows=-request.known)
+        running = {request.name for request in self.running}
+        for pool in pools:
+            for name in set(pool.manifest().requests) - running:
+                pool.release(name)
+        if schedule is not None:
+            self.begun = self.begun.plus(draws=-sum(chunk.draws for chunk in schedule.chunks))
 
     def finish(self, pool: Pool, request: Request) -> None:
         """Take a request out, wherever it is, and give its pages and slot back."""
@@ -125,29 +167,39 @@ class Scheduler:
             last = request.computed + rows == request.known
             step.take_prompt(request, rows, draws=last and not request.score)
 
-    def _admit(self, step: "_Step") -> None:
-        if not (self.waiting and self._slots):
-            return
-        pool, load = step.pool, self._load(step.pool)
-        while self.waiting and self._slots:
+    def _admit(self, step: "_Step") -> Waiting | None:
+        """Take requests from the queue while there is room; why the first one left waits, if one is left."""
+        pool, load = step.pool, self._load(step.pool) if self._slots else []
+        while self.waiting:
             request = self.waiting[0]
+            if not self._slots:
+                return Waiting(request, "slots", 1)
+            self.handling = [request]
             home = self._lightest(pool.layout, load, step.homes_with_room())
             pool.add(request.name, home)
-            if step.prompt_rows(request) == 0 or not self._fits(pool, request):
+            if (lack := self._lack(step, request)) is not None:
                 pool.release(request.name)
-                return
+                return lack
             pool.grow(request.name, request.known)  # taken whole, so that a prompt once begun never waits for pages
-            self.waiting.popleft()
             request.status, request.slot = Status.RUNNING, self._slots.pop()
             self.running.append(request)
+            self.waiting.popleft()
             load[home] = (load[home][0] + 1, load[home][1] + request.max_total)
             self.begun = self.begun.plus(prompts=1, rows=request.known)
             self._prefill(step, request)
+        return None
 
-    def _fits(self, pool: Pool, request: Request) -> bool:
-        """Whether all that is known of a request in the pool fits, with a page to spare for everyone else."""
+    def _lack(self, step: "_Step", request: Request) -> Waiting | None:
+        """What keeps a request in the pool from beginning: rows, or pages for all that is known of it with a page to
+        spare for everyone else.
+        """
+        if step.prompt_rows(request) == 0:
+            return Waiting(request, "prompt rows", 1)
+        pool = step.pool
         free, spare = pool.free_pages(), pool.requests_held()
-        return all(need + spare[rank] - 1 <= free[rank] for rank, need in pool.growth(request.name, request.known))
+        growth = pool.growth(request.name, request.known)
+        short, rank = max((need + spare[rank] - 1 - free[rank], -rank) for rank, need in growth)
+        return Waiting(request, "pages", short, -rank) if short > 0 else None
 
     def new_homes(self, pool: PagePool, dst: Layout) -> dict[str, int] | None:
         """Homes in `dst` by expected growth, largest first, chosen anew along the axes where owners appear.
@@ -206,8 +258,11 @@ class Scheduler:
         return victim
 
     def _evict(self, pool: Pool, request: Request) -> None:
-        self.running.remove(request)
         pool.release(request.name)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
         self._slots.append(request.slot)
         request.slot = -1
 

@@ -5,10 +5,11 @@ Times are seconds, lengths tokens, durations of loads decode steps. Nothing here
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from splash_jax.errors import PolicyError
+from splash_jax.scheduler.params import plain
 
 RULES = ("regret", "margin", "stay")
 
@@ -34,6 +35,8 @@ class PolicyConfig:
     step_seconds: float | None = None  # longest step that prompts may make; chunks are chosen to keep it
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, plain(getattr(self, one.name)))
         if self.rule not in RULES:
             raise PolicyError(f"rule {self.rule!r} is unknown; choose one of {', '.join(RULES)}.")
         for name, least, below in (("margin", 0, 1), ("old", 0, 1), ("floor", 0, 1)):

@@ -155,6 +155,14 @@ def alone(small: Path) -> LLM:
     return make_llm(small, num_devices=1, layouts=("tp",))
 
 
+@pytest.fixture(scope="session")
+def spreading(small: Path) -> LLM:
+    """Programs are compiled as they are asked for: few tests need them all."""
+    return make_llm(
+        small, layouts=("tp", "dp", "cp"), switch_modes=("splash", "spread"), spread_layers=1, spread_parts=3
+    )
+
+
 def _clean(llm: LLM) -> Iterator[LLM]:
     """Lend an engine; afterwards it must be empty, and is made so for the next test."""
     yield llm

@@ -132,6 +132,31 @@ def test_a_short_longest_step_makes_prompts_come_in_smaller_chunks(auto: LLM) ->
     assert sum(rows[1e-9]) == 60 and max(rows[1e-9]) == tile
 
 
+@pytest.mark.parametrize("name", ["steer", "mode", "expect", "finished"])
+def test_a_policy_that_fails_ends_nobody(auto: LLM, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    auto.set_policy(pin="dop")
+    deep = {"expect": ("_costs", "step_seconds"), "finished": ("observer", "lifetimes")}
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("no idea")
+
+    pilot = auto.engine.pilot
+    assert pilot is not None
+    if name in deep:
+        holder, attribute = deep[name]
+        monkeypatch.setattr(getattr(pilot, holder), attribute, broken)
+    else:
+        monkeypatch.setattr(pilot, name, broken)
+    requests = [add(auto, tokens(9 + i, i), greedy(4)) for i in range(5)]
+    drive(auto)
+    monkeypatch.undo()
+    for request in requests:
+        auto.engine.take(request.name)
+        assert (request.finish_reason, request.error, len(request.output_ids)) == ("length", None, 4)
+    assert auto.layout == ("dop" if name == "finished" else "tp")
+    assert_all_free(auto)
+
+
 def test_a_switch_is_made_in_the_only_mode_that_was_built(llm: LLM, profile: Path) -> None:
     """A program of another mode would be missing in an engine that compiles ahead."""
     settings = replace(

@@ -8,7 +8,7 @@ import pytest
 
 from splash_jax import LLM
 from splash_jax.engine import StepRecord
-from splash_jax.engine import engine as engine_module
+from splash_jax.engine import steps as steps_module
 from tests.engine.conftest import go, greedy, tokens
 from tests.support import EACH_LAYOUT, LAYOUTS, make_llm, max_logprob_difference
 
@@ -31,7 +31,7 @@ def set_embedding(llm: LLM, value: np.ndarray | float) -> np.ndarray:
 def test_what_padding_rows_hold_reaches_no_real_row(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, layout: str, value: float
 ) -> None:
-    build, padded = engine_module.build_batch, []
+    build, padded = steps_module.build_batch, []
 
     def build_padded(*args: object) -> object:
         batch, places = build(*args)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def test_what_padding_rows_hold_reaches_no_real_row(
     clean = go(llm, layout).generate(PROMPTS, greedy(10, logprobs=2))
     assert all(SPARE not in o.outputs[0].token_ids for o in clean), "choose other prompts: the spare token was drawn."
     before = set_embedding(llm, value)
-    monkeypatch.setattr(engine_module, "build_batch", build_padded)
+    monkeypatch.setattr(steps_module, "build_batch", build_padded)
     try:
         poisoned = llm.generate(PROMPTS, greedy(10, logprobs=2))
     finally:

@@ -1,6 +1,7 @@
 """What cannot be served is refused before anything is taken, in words that name the values and the next step."""
 
 import json
+import logging
 import os
 import re
 from dataclasses import replace
@@ -19,9 +20,15 @@ from splash_jax.engine.platform import room_on_devices, start_devices
 from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.runtime.shapes import attention_kernels
+from splash_jax.scheduler import PolicyConfig
 from tests.engine.conftest import TOLERANCE, add, drive, go, greedy, teacher_forced, tokens
 from tests.support import SMALL, assert_all_free, make_llm, write_checkpoint
 
+PLAIN = {  # what `test_numbers_may_be_numpys_or_jaxs` says in other numbers
+    "num_devices": 4, "mesh": {"node": 2, "chip": 2}, "block_size": 4, "max_model_len": 128, "decode_buckets": (4, 8),
+    "seed": 3, "reserve_bytes": 0, "penalties": True, "max_num_seqs": 8, "layouts": ("tp", "dp"),
+    "device_memory_bytes": 2**26,
+}  # fmt: skip
 FULL = 130  # eight histories of so many tokens fill more than one rank
 
 
@@ -204,9 +211,11 @@ def test_another_architecture(tmp_path: Path) -> None:
     ("prompt", "words"),
     [
         ([], "the prompt is empty"),
-        ([5, 512], "token id 512 is not in the vocabulary: ids go from 0 to 511"),
-        ([-1], "token id -1 is not in the vocabulary"),
-        ([1.5], "token id 1.5 is not in the vocabulary"),
+        ([5, 512], r"prompts\[1\]: token id 512 at position 1 is not in the vocabulary: ids go from 0 to 511"),
+        ([5] * 17 + [99999], r"prompts\[1\]: token id 99999 at position 17 is not in the vocabulary"),
+        ([-1], "token id -1 at position 0 is not in the vocabulary"),
+        ([1.5], r"token id 1\.5 at position 0 is not in the vocabulary"),
+        ([5, True], "token id True at position 1 is not in the vocabulary"),
         ([5] * 256, "the prompt has 256 tokens.* context holds 256, one of them drawn.* [Ss]horten it"),
         ("text", "text prompts need a tokenizer"),
         (None, "a prompt must be text or a list of token ids; got NoneType None"),
@@ -253,6 +262,68 @@ def test_what_is_no_conversation() -> None:
             _conversations(messages)
 
 
+def test_one_prompt_is_not_counted(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^token id 512 at position 0 is not"):
+        llm.generate([512])
+
+
+def test_numbers_may_be_numpys_or_jaxs(llm: LLM, small: Path) -> None:
+    settings = {
+        "num_devices": np.int64(4), "mesh": {"node": np.int32(2), "chip": jnp.int32(2)}, "block_size": np.uint8(4),
+        "max_model_len": np.array(128), "decode_buckets": np.array([4, 8]), "seed": np.int64(3),
+        "reserve_bytes": np.int64(0), "penalties": np.bool_(True), "max_num_seqs": jnp.int32(8),
+        "layouts": ("tp", "dp"), "device_memory_bytes": np.int64(2**26),
+    }  # fmt: skip
+    config = EngineConfig(model=small, **settings)  # type: ignore[arg-type]
+    for name in settings:
+        value = getattr(config, name)
+        parts = value.values() if name == "mesh" else value if isinstance(value, tuple) else (value,)
+        assert {type(part) for part in parts} <= {int, bool, str}, name
+    assert draw_up(config) == draw_up(EngineConfig(model=small, **PLAIN))  # type: ignore[arg-type]
+    policy = PolicyConfig(margin=np.float32(0.5), dwell_steps=np.int64(3), step_seconds=np.array(0.25))  # type: ignore[arg-type]
+    assert (policy.margin, policy.dwell_steps, policy.step_seconds) == (0.5, 3, 0.25)
+    assert {type(x) for x in (policy.margin, policy.dwell_steps, policy.step_seconds)} == {int, float}
+    params = SamplingParams(temperature=jnp.float32(0), max_tokens=jnp.int32(4), ignore_eos=True)  # type: ignore[arg-type]
+    (want,) = go(llm, "tp").generate([[5, 6]], greedy(4))
+    for prompt in ([jnp.int32(5), 6], [np.array(5), np.uint16(6)]):
+        (output,) = llm.generate(prompt, params, switches={np.int64(2): "dp"})  # type: ignore[dict-item]
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids and llm.layout == "dp"
+        go(llm, "tp")
+    assert (
+        llm.plan("tp", "dp", tokens=[np.int64(4), jnp.int32(9)]).summary()
+        == llm.plan("tp", "dp", tokens=[4, 9]).summary()
+    )
+    request = llm.engine.add_request("np", [5, 6], greedy(4, temperature=0.7), sample=np.int64(1), seed=np.int64(9))  # type: ignore[arg-type]
+    assert type(request.sample) is int and type(request.seed) is int
+    drive(llm)
+    llm.engine.take("np")
+
+
+def test_max_tokens_beyond_the_context_are_cut_there(llm: LLM) -> None:
+    """As vLLM's offline LLM does; the rule stands in `SamplingParams` and in `LLM.generate`."""
+    for settings in ({"max_tokens": 100}, {"max_tokens": None}, {"max_tokens": 2**31 - 1}):
+        (output,) = llm.generate([tokens(250, 1)], greedy(**settings))  # type: ignore[arg-type]
+        assert len(output.outputs[0].token_ids) == 6 and output.outputs[0].finish_reason == "length"
+    for text in (SamplingParams.__doc__, LLM.generate.__doc__):
+        assert "max_tokens` is cut" in text or "beyond it is cut" in text  # type: ignore[operator]
+
+
+def test_records_say_what_the_first_request_waits_for(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """It is served in its turn: nobody behind it passes it, however small."""
+    caplog.set_level(logging.DEBUG, "splash_jax")
+    go(llm, "dp")
+    first = len(llm.records)
+    requests = [llm.engine.add_request(f"w{i}", tokens(4, i), greedy(30)) for i in range(9)]
+    drive(llm)
+    told = [record.waiting_for for record in llm.records[first:]]
+    assert told[3] == "request w8 lacks 1 slots" and told[-1] is None
+    assert [r.message for r in caplog.records if "w8 lacks" in r.message] == [
+        "request w8 lacks 1 slots, and waits with 0 behind it"
+    ]
+    for request in requests:
+        llm.engine.take(request.name)
+
+
 def test_a_temperature_too_small_to_divide_by_is_greedy(llm: LLM) -> None:
     prompts = [tokens(9, i) for i in range(4)]
     want = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(6))]
@@ -278,7 +349,8 @@ def test_switches_and_token_counts_of_another_kind(llm: LLM) -> None:
     with pytest.raises(LayoutError, match=r"layout \['dp'\] is not among the allowed layouts"):
         llm.switch(["dp"])  # type: ignore[arg-type]
     for count in (0, -4, 1.5, True, "9", 257):
-        with pytest.raises(RequestError, match="tokens must be whole numbers from 1 to the context 256, got"):
+        words = rf"tokens must be whole numbers from 1 to the context 256, got {count!r} at position 1"
+        with pytest.raises(RequestError, match=words):
             llm.plan("tp", "dp", tokens=[4, count])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="tokens must be a list of token counts; got int 5"):
         llm.plan("tp", "dp", tokens=5)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """A switch spread over several steps changes no output, wherever requests come, end and are given up meanwhile."""
 
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 
@@ -10,17 +9,11 @@ from splash_jax.engine import StepRecord
 from splash_jax.errors import LayoutError
 from tests.engine.conftest import GAP, TOLERANCE, add, drive, go, greedy, mixed_prompts, smallest_gap
 from tests.engine.test_random_walk import judge, walk
-from tests.support import assert_all_free, make_llm, max_logprob_difference
+from tests.support import assert_all_free, max_logprob_difference
 
 PROMPTS = mixed_prompts(54)
 FEW = [("dp", "tp")]
 LAYOUTS = ("tp", "dp", "cp")
-
-
-@pytest.fixture(scope="module")
-def spreading(small: Path) -> LLM:
-    """Programs are compiled as they are asked for: few tests need them all."""
-    return make_llm(small, layouts=LAYOUTS, switch_modes=("splash", "spread"), spread_layers=1, spread_parts=3)
 
 
 def directions() -> list[object]:

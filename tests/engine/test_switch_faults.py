@@ -14,7 +14,7 @@ from splash_jax.engine.build import load_state, open_checkpoint
 from splash_jax.errors import EngineFailed, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.runtime import Programs, SwitchKey
-from splash_jax.scheduler import Status
+from splash_jax.scheduler import Scheduler, Status
 from tests.engine.conftest import add, go, greedy, mixed_prompts
 from tests.support import DIRECTIONS, assert_all_free
 
@@ -33,7 +33,10 @@ class Broken(Exception):
 
 @dataclass
 class Faulty:
-    """Programs of which one layer's transfer fails: not called, called and raising, or the call after it raising."""
+    """Programs of which one layer's transfer fails once dispatched: before it runs, after, or the next call raising.
+
+    All programs of a step are looked up before any of them is called, so what fails here is a call.
+    """
 
     programs: Programs
     layer: int
@@ -46,25 +49,22 @@ class Faulty:
 
     def get(self, key: Any) -> Any:
         program = self.programs.get(key)
-        if not self.armed:
-            return program
-        if not isinstance(key, SwitchKey) or key.more:
+
+        def call(*args: Any) -> Any:
+            if not self.armed:
+                return program(*args)
             if self.when == "after" and self.seen == self.layer + 1:
                 raise Broken(f"after the transfer of layer {self.layer}")
-            return program
-        self.seen += 1
-        if self.seen == self.layer + 2 and self.when == "after":
-            raise Broken(f"after the transfer of layer {self.layer}")
-        if self.seen != self.layer + 1 or self.when == "after":
-            return program
-        if self.when == "before":
-            raise Broken(f"before the transfer of layer {self.layer}")
+            if not isinstance(key, SwitchKey) or key.more:
+                return program(*args)
+            self.seen += 1
+            if self.seen != self.layer + 1 or self.when in ("after", "never"):
+                return program(*args)
+            if self.when == "during":
+                program(*args)  # what it donates is gone
+            raise Broken(f"{self.when} the transfer of layer {self.layer}")
 
-        def broken(*args: Any) -> Any:
-            program(*args)  # what it donates is gone
-            raise Broken(f"during the transfer of layer {self.layer}")
-
-        return broken
+        return call
 
 
 @pytest.fixture
@@ -192,6 +192,41 @@ def test_a_fault_while_results_are_read_ends_every_request(
     monkeypatch.setattr(type(llm.engine), "_read", failing)
     with pytest.raises(EngineFailed, match="reading what"):
         llm.generate(PROMPTS, greedy(20), switches={AT: "dop"})
+    assert_failed_clearly(llm)
+
+
+def test_a_fault_while_results_are_read_under_pressure_ends_every_request(
+    twin: Callable[[int, str], LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = go(twin(0, "never"), "tp")
+
+    def failing(engine: Any, pending: Any) -> None:
+        raise Broken("reading layer 0 before pages are given back")
+
+    add(llm, PROMPTS[3], greedy(30))
+    llm.engine.step()
+    monkeypatch.setattr(Scheduler, "under_pressure", lambda *args: True)
+    monkeypatch.setattr(type(llm.engine), "_read", failing)
+    with pytest.raises(EngineFailed, match="reading layer 0 before"):
+        llm.engine.step()
+    assert_failed_clearly(llm)
+
+
+def test_a_fault_before_a_dispatch_that_is_nobodys_ends_the_engine(
+    twin: Callable[[int, str], LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no request to end and no switch to refuse, every later step would fail alike, for ever."""
+    llm = go(twin(0, "never"), "tp")
+    request = add(llm, PROMPTS[3], greedy(30))
+    llm.engine.step()
+    llm.engine.abort(request.name)
+
+    def failing(*args: Any) -> bool:
+        raise Broken("layer 0 of nobody")
+
+    monkeypatch.setattr(Scheduler, "under_pressure", failing)
+    with pytest.raises(EngineFailed, match="layer 0 of nobody"):
+        llm.engine.step()
     assert_failed_clearly(llm)
 
 

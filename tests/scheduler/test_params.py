@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from splash_jax.errors import RequestError
@@ -88,6 +89,36 @@ def test_stop_ids_are_ids(ids):
     with pytest.raises(RequestError, match="stop_token_ids must be token ids of 0 or more, got"):
         SamplingParams(stop_token_ids=ids)
     assert SamplingParams(stop_token_ids=[0, 5]).stop_token_ids == [0, 5]
+
+
+@pytest.mark.parametrize("of", [np.int64, np.uint8, np.array], ids=["int64", "uint8", "array"])
+@pytest.mark.parametrize("name", [*WHOLE, "resumed_tokens"])
+def test_whole_numbers_may_be_numpys(name, of):
+    value = getattr(SamplingParams(**{name: of(7)}), name)
+    assert type(value) is int and value == 7
+    for wrong in (np.float64(1.0), np.bool_(True), np.array([1])):
+        with pytest.raises(RequestError, match=f"^{name} must be a whole number from "):
+            SamplingParams(**{name: wrong})
+
+
+@pytest.mark.parametrize("of", [np.float32, np.float64, np.float16, np.int32, np.array])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_numpys(name, of):
+    value = getattr(SamplingParams(**{name: of(1)}), name)
+    assert type(value) in (int, float) and value == 1
+    with pytest.raises(RequestError, match=rf"^{name} must be .*, got nan\."):
+        SamplingParams(**{name: np.float32("nan")})
+
+
+def test_switches_and_ids_may_be_numpys():
+    params = SamplingParams(ignore_eos=np.bool_(True), stop_token_ids=np.array([3, 4]), stop=np.str_("x"))
+    assert params.ignore_eos is True and params.stop_token_ids == [3, 4] and params.stop_strings == ("x",)
+    assert type(params.stop_token_ids[0]) is int and type(params.stop) is str
+    for ids in ([np.int32(3), 4], (np.int64(3), np.array(4))):
+        got = SamplingParams(stop_token_ids=ids).stop_token_ids
+        assert list(got) == [3, 4] and all(type(i) is int for i in got)
+    with pytest.raises(RequestError, match=r"stop_token_ids must be token ids of 0 or more, got \[1\.5\]"):
+        SamplingParams(stop_token_ids=np.array([1.5]))
 
 
 @pytest.mark.parametrize(

@@ -315,3 +315,70 @@ def test_what_was_begun_is_counted():
     loop.add(make_request("a", 10, new=3), make_request("b", 5, new=2), make_request("scored", 7, score=True))
     loop.run()
     assert loop.scheduler.begun == (3, 22, 5)
+
+
+def test_it_is_known_what_the_first_of_the_queue_waits_for():
+    loop = Loop(role="tp", ranks=1, pages=10, slots=3, tiles=2)
+    loop.add(make_request("a", 12, new=20))
+    loop.step()
+    assert loop.scheduler.waiting_for is None
+    large, small = make_request("large", 36), make_request("small", 2)
+    loop.add(large, small)
+    loop.step()
+    loop.step()
+    assert [r.name for r in loop.scheduler.waiting] == ["large", "small"], "first come, first served."
+    waiting = loop.scheduler.waiting_for
+    assert waiting is not None and waiting.request is large
+    free = loop.pool.free_pages()[0]
+    assert str(waiting) == f"request large lacks {9 + 1 - free} pages on rank 0"
+    assert loop.pool.shortfall("a", 20) == 0 and free >= 1, "the small one would fit."
+    loop.scheduler.finish(loop.pool, large)
+    loop.step()
+    assert loop.scheduler.waiting_for is None and small.status is Status.RUNNING
+
+
+def test_rows_and_slots_may_be_what_lacks():
+    loop = Loop(role="tp", ranks=1, pages=100, slots=2, tiles=1)
+    loop.add(*(make_request(name, 8) for name in "abc"))
+    loop.step()
+    assert str(loop.scheduler.waiting_for) == "request b lacks 1 prompt rows"
+    while len(loop.scheduler.running) < 2:
+        loop.step()
+    loop.step()
+    assert str(loop.scheduler.waiting_for) == "request c lacks 1 slots"
+    while loop.scheduler.unfinished:
+        loop.step()
+    assert loop.scheduler.waiting_for is None
+
+
+def test_a_preempted_request_waits_for_pages():
+    loop = Loop(role="tp", ranks=1, pages=6, slots=2, tiles=4)
+    loop.add(make_request("old", 8, new=12), make_request("young", 8, new=12))
+    while not loop.steps or not loop.steps[-1].preempted:
+        loop.step()
+    assert str(loop.scheduler.waiting_for) == "request young lacks 1 pages"
+
+
+def test_a_step_that_is_withdrawn_leaves_queue_and_pool_as_they_agree():
+    loop = Loop(role="tp", ranks=1, pages=100, slots=4, tiles=4)
+    loop.add(make_request("a", 8))
+    loop.step()
+    loop.step()
+    before, begun = loop.pool.manifest(), loop.scheduler.begun
+    other = PagePool.adopt(before)  # as the pool of a switch that was taken
+    loop.add(make_request("b", 4), make_request("c", 4))
+    schedule = loop.scheduler.schedule(other)
+    assert [chunk.request.name for chunk in schedule.chunks] == ["a", "b", "c"]
+    loop.scheduler.withdraw([loop.pool], schedule)
+    assert [r.name for r in loop.scheduler.running] == ["a"] and loop.pool.manifest() == before
+    assert [(r.name, r.slot, r.status) for r in loop.scheduler.waiting] == [
+        ("b", -1, Status.WAITING), ("c", -1, Status.WAITING)
+    ]  # fmt: skip
+    assert loop.scheduler.begun == begun
+    again = loop.scheduler.schedule(loop.pool)
+    assert [chunk.request.name for chunk in again.chunks] == ["a", "b", "c"]
+    assert len({chunk.request.slot for chunk in again.chunks}) == 3
+    loop.scheduler.withdraw([loop.pool], again)  # what they were given stays theirs
+    assert [r.name for r in loop.scheduler.running] == ["a", "b", "c"]
+    loop.pool.check(live="abc")
+    assert loop.scheduler.begun == begun.plus(prompts=2, rows=8)

@@ -8,7 +8,6 @@ histories, so what one admits another queues. The times are this machine's: virt
 """
 
 import argparse
-import csv
 import math
 import statistics
 import time
@@ -23,8 +22,10 @@ from rich.table import Table
 
 from splash_jax import LLM, SamplingParams, small_model
 from splash_jax.calibrate import calibrate, profile_toml
+from splash_jax.cli.process import command
 from splash_jax.cli.values import print_table
 from splash_jax.engine import EngineConfig, draw_up
+from splash_jax.files import check_target, write_csv, write_text
 from splash_jax.ownership.footprint import IN_TRANSIT
 
 console = Console(highlight=False)
@@ -33,12 +34,14 @@ LAYOUTS = ("tp", "dp", "cp", "dop")
 
 def main() -> None:
     args = _arguments()
+    check_target(args.csv)
+    check_target(Path("calibrated.toml") if args.hardware is None else None)
     jax.config.update("jax_num_cpu_devices", args.devices)
     profile = args.hardware
     if profile is None:
         profile = Path("calibrated.toml")
         found = calibrate(small_model(), num_devices=args.devices, name="calibrated", max_num_seqs=args.slots)
-        profile.write_text(profile_toml(found), encoding="utf-8")
+        write_text(profile, profile_toml(found))
         fit = found.fit
         console.print(
             f"calibrated in {found.seconds:.0f} s: steps predicted within {fit.median_error:.1%} (median), they vary "
@@ -57,12 +60,10 @@ def main() -> None:
             run = _run(llm, name, prompts[:few], params[:few])
             if n:
                 runs.setdefault(name, []).append(run)
-    _print(llm, runs)
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["layout", *next(iter(runs.values()))[0]])
-            writer.writeheader()
-            writer.writerows({"layout": name} | run for name, each in runs.items() for run in each)
+        rows = [{"layout": name} | run for name, each in runs.items() for run in each]
+        write_csv(args.csv, rows[0], rows)
+    _print(llm, runs)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,4 +147,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with command():
+        main()

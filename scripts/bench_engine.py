@@ -8,7 +8,6 @@ The times are this machine's; on virtual CPU devices all ranks share its cores, 
 """
 
 import argparse
-import csv
 import math
 import os
 import statistics
@@ -20,11 +19,15 @@ from bench_workers import CONFIG, Case, Limits, Worker, cpu_name, engine_worker,
 from rich.console import Console
 from rich.table import Table
 
+from splash_jax.cli.process import command
+from splash_jax.files import check_target, write_csv
+
 console = Console()
 
 
 def main() -> None:
     args = _arguments()
+    check_target(args.csv)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         with Worker(limits_worker, folder) as measure:
@@ -37,10 +40,7 @@ def main() -> None:
         for devices in args.devices:
             rows += _one_device(args, folder, limits) if devices == 1 else _layouts(args, folder, devices)
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, dict.fromkeys(name for row in rows for name in row), rows)
         console.print(f"written to {args.csv}")
 
 
@@ -128,4 +128,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with command():
+        main()

@@ -35,7 +35,11 @@ from pallas_kernels.mla_decode.api import order_of
 from pallas_kernels.mla_decode.tuning import config_for
 from pallas_kernels.page_move import gather_pages, scatter_pages
 from pallas_kernels.tuning import entry_for, table
+from splash_jax.cli.process import command
 from splash_jax.cost import load_hardware
+from splash_jax.engine.platform import spare_the_trace
+from splash_jax.errors import ConfigError
+from splash_jax.files import check_target, write_text
 
 # FlashMLA's README, on an H800: another chip than ours may be.
 PUBLISHED = {
@@ -240,12 +244,15 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.account and (options.dry or options.json):
         parser.error("--account runs nothing and writes nothing: leave --dry and --json out.")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}.")
+    try:
+        check_target(options.json)
+    except ConfigError as error:
+        parser.error(f"--json: {error}")
     if options.account:
         lines = (expected_lines, expected_prefill, expected_sparse_lines)
         print("\n".join(line for expected in lines for line in expected(options.account)))
         return 0
+    spare_the_trace()
     if not options.dry and this_chip() is None:
         print(f"{jax.devices()[0].device_kind} is no GPU these kernels are tuned for: try --dry.", file=sys.stderr)
         return 1
@@ -268,16 +275,17 @@ def main(arguments: list[str]) -> int:
     for row in chain(sparse_rows(limits, options.dry, budget_s), moving_rows(limits, options.dry, budget_s)):
         rows.append(row)
         print(line(row, options.dry), flush=True)
+    if options.json:
+        told = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dry": options.dry}
+        told |= {"ceilings": limits, "kernels": rows, "published_h800": PUBLISHED}
+        write_text(options.json, json.dumps(told, indent=1) + "\n")
     units = {"bytes_per_s": "TB/s", "flops_per_s": "TFLOP/s"}
     for name, figures in PUBLISHED.items() if not options.dry else ():
         for key, value in figures.items():
             print(f"published, H800: {name}: {value / 1e12:.0f} {units[key]}")
-    if options.json:
-        told = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dry": options.dry}
-        told |= {"ceilings": limits, "kernels": rows, "published_h800": PUBLISHED}
-        options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row.get("ok", True) for row in rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with command():
+        sys.exit(main(sys.argv[1:]))

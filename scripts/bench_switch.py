@@ -26,6 +26,8 @@ from switch_plot import draw
 from switch_report import Row, notes, show, summarise, write_csv
 from switch_setup import Job
 
+from splash_jax.cli.process import command
+from splash_jax.files import check_target
 from splash_jax.platforms import on_cpu
 
 # Embedding and head are no part of a switch, and layers of one kind need half the programs.
@@ -34,6 +36,8 @@ SMALLER = {"vocab_size": 4096, "first_k_dense_replace": 0}
 
 def main() -> None:
     args = _arguments()
+    check_target(args.csv)
+    check_target(args.plot)
     console = Console(highlight=False)
     console = Console(highlight=False, width=max(console.width, 150))
     pinned = args.processes > 1 and on_cpu()
@@ -45,17 +49,18 @@ def main() -> None:
             found = measure(_job(args, model, devices, Path(scratch)), pinned)
             device = found["device"]
             mine = summarise(found, devices, args.processes, pinned)
-            for step in args.steps:
-                show(console, [row for row in mine if row.step == step], device)
             rows += mine
             if args.csv:
                 write_csv(rows, args.csv)
+            for step in args.steps:
+                show(console, [row for row in mine if row.step == step], device)
+    if args.plot:
+        draw(rows, args.plot, device)
     for line in notes(rows, device, pinned):
         console.print(f"  {line}", soft_wrap=True)
     if args.csv:
         console.print(f"written to {args.csv}", soft_wrap=True)
     if args.plot:
-        draw(rows, args.plot, device)
         console.print(f"drawn in {args.plot}", soft_wrap=True)
 
 
@@ -139,4 +144,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with command():
+        main()

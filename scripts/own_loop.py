@@ -3,11 +3,11 @@
 NPROC=32 python scripts/own_loop.py
 """
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from splash_jax import small_model
+from splash_jax.engine.platform import prepare_platform
 from splash_jax.kv import PagePool
 from splash_jax.kv.store import empty_pools, pool_struct
 from splash_jax.layouts import attention_mesh, make_layout, pool_spec, weight_spec
@@ -21,7 +21,7 @@ from splash_jax.runtime import DeviceState, Draw, Programs, Shapes, Work, build_
 from splash_jax.runtime.sizes import state_bytes
 from splash_jax.runtime.switch import prepare_switch
 
-jax.config.update("jax_num_cpu_devices", 4)
+prepare_platform(4)  # virtual devices where there is no accelerator
 model, tokenizer = small_model(), Tokenizer.open(small_model())
 cfg, mesh = read_model_config(model), attention_mesh({"rank": 4})
 tp, dp = (make_layout(role, {"rank": 4}) for role in ("tp", "dp"))

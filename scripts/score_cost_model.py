@@ -18,8 +18,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Printed
 
+from splash_jax.cli.process import command
 from splash_jax.cost import tables
-from splash_jax.errors import SplashError
+from splash_jax.files import check_target, write_text
 from splash_jax.layouts import make_layout
 
 ORDER, FEW = ("tp", "dp", "cp", "dop"), "cp"
@@ -43,10 +44,8 @@ def main() -> None:
     parser.add_argument("-T", "--ranks", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write scores and constants here")
     options = parser.parse_args()
-    try:
-        report(options)
-    except SplashError as error:
-        sys.exit(f"error: {error}")
+    check_target(options.json)
+    report(options)
 
 
 def report(options: argparse.Namespace) -> None:
@@ -77,16 +76,17 @@ def report(options: argparse.Namespace) -> None:
     for name, by_time in found.items():
         cells = [f"{100 * x:.2f} %" for s in by_time.values() for x in (s.agreement, s.mean_regret, s.worst_regret)]
         printed.add_row(name, *cells)
+    if options.json is not None:
+        scored = {name: {when: asdict(s) for when, s in by_time.items()} for name, by_time in found.items()}
+        write_text(options.json, json.dumps({"scores": scored, "constants": asdict(constants)}, indent=1) + "\n")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     console.print(printed)
     console.print(
         f"  Ratios between layouts are off by {100 * errors.std():.1f} % (r.m.s.). Constants (seconds, millions"
     )
     console.print("  of tokens): " + ", ".join(f"{k} {v:.3g}" for k, v in asdict(constants).items()), soft_wrap=True)
-    if options.json is not None:
-        scored = {name: {when: asdict(s) for when, s in by_time.items()} for name, by_time in found.items()}
-        options.json.write_text(json.dumps({"scores": scored, "constants": asdict(constants)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    with command():
+        main()

@@ -11,7 +11,6 @@ regime of switch costs, the direction that loses most.
 """
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from splash_jax.cli.process import command
+from splash_jax.files import check_target, write_csv
 from splash_jax.scheduler import Choice, Memory, PolicyConfig, Quote, Snapshot, Switch, decide
 from splash_jax.simulate.surface import SURFACES, surface
 
@@ -119,12 +120,17 @@ def _by_direction(setting: Setting, path: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     args = _arguments()
+    check_target(args.csv)
     if args.quick:
         names, seeds = QUICK, 4
     else:
         names, seeds = list(product(SURFACES, WORKLOADS, SWITCHES, ESTIMATES)), args.seeds
     began = time.perf_counter()
     ratios, directions = score(args.tables, names, seeds, list(RULES), progress=sys.stderr.isatty())
+    if args.csv is not None:
+        columns = ("surface", "workload", "switch", "estimate", "rule", "total_over_optimum")
+        told = ((*name, rule, f"{ratio:.6f}") for (name, rule), ratio in ratios.items())
+        write_csv(args.csv, columns, (dict(zip(columns, row, strict=True)) for row in told))
     console = Console(highlight=False)
     console = Console(highlight=False, width=max(console.width, 112), soft_wrap=True)
     table = Table(title=f"Total time over the offline optimum: {len(names)} settings, {seeds} seeds", box=SIMPLE_HEAD)
@@ -148,11 +154,6 @@ def main() -> None:
             f"the optimum's time; in switches: {LAYOUTS[k]} -> {LAYOUTS[m]}, {moves[k, m]:.2%}."
         )
     console.print(f"{time.perf_counter() - began:.0f} s")
-    if args.csv is not None:
-        with args.csv.open("w", newline="", encoding="utf-8") as lines:
-            writer = csv.writer(lines)
-            writer.writerow(["surface", "workload", "switch", "estimate", "rule", "total_over_optimum"])
-            writer.writerows([*name, rule, f"{ratio:.6f}"] for (name, rule), ratio in ratios.items())
 
 
 def _arguments() -> argparse.Namespace:
@@ -171,4 +172,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with command():
+        main()

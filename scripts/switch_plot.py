@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from switch_report import Row, moves
 
+from splash_jax.cli.values import save_figure
+
 COLOURS = {"blocking": "#BB5566", "splash": "#004488"}
 
 
@@ -33,7 +35,7 @@ def draw(rows: list[Row], path: Path, device: str) -> None:
         figure.legend(handles, labels, loc="upper right", ncols=3, frameon=False)
         figure.suptitle("What a switch adds to a step", x=0.01, ha="left", fontsize=15)
         figure.tight_layout(rect=(0, 0, 1, 0.97))
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path, dpi=120)
         plt.close(figure)
 
 

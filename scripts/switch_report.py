@@ -1,6 +1,5 @@
 """What was measured of switches: rows like the paper's Table 1, as a table and as CSV."""
 
-import csv
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from splash_jax import files
 
 MS = 1e3
 
@@ -192,8 +193,5 @@ def notes(rows: list[Row], device: str, pinned: bool) -> list[str]:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(Row.__slots__))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+    told = ({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows)
+    files.write_csv(path, Row.__slots__, told)

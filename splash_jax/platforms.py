@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import os
 import pkgutil
+from importlib.metadata import entry_points
 from pathlib import Path
 
 CUDA_DRIVER = "libcuda.so.1"
@@ -11,19 +12,33 @@ OTHERS = ("jax_rocm7_plugin", "libtpu")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them; the last one is Arm's
 
 
-def on_cpu() -> bool:
-    """Whether JAX will run on the CPU: as JAX_PLATFORMS says, else where no plugin finds the accelerator it is for.
+def on_cpu(platforms: str | None = None) -> bool:
+    """Whether JAX will run on the CPU: as `platforms` says, else where no plugin finds the accelerator it is for.
 
+    `platforms` is JAX's own setting where JAX is imported; None: that of the environment, JAX_PLATFORMS.
     The CUDA plugin is also XLA's GPU compiler (`splash preflight`), so it may be here where no GPU is.
     """
-    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms is None:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms:
         return platforms.split(",")[0] == "cpu"
-    found = importlib.util.find_spec("jax_plugins")
-    plugins = [] if found is None else [m.name for m in pkgutil.iter_modules(found.submodule_search_locations)]
+    plugins = _plugins()
     if any(importlib.util.find_spec(name) for name in OTHERS) or any("cuda" not in name for name in plugins):
         return False
     return not (plugins and has_cuda_driver())
+
+
+def cuda_without_driver() -> bool:
+    """Whether JAX's CUDA plugin is here and no GPU can be: starting, JAX would print a trace of what it misses."""
+    return any("cuda" in name for name in _plugins()) and not has_cuda_driver()
+
+
+def _plugins() -> set[str]:
+    """Names of the plugins that JAX would load: modules of its namespace, and what packages announce."""
+    found = importlib.util.find_spec("jax_plugins")
+    places = () if found is None else found.submodule_search_locations or ()
+    announced = {point.value.rpartition(".")[2] for point in entry_points(group="jax_plugins")}
+    return {module.name for module in pkgutil.iter_modules(places)} | announced
 
 
 def has_cuda_driver() -> bool:

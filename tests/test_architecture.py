@@ -21,16 +21,19 @@ MAY_IMPORT = {
     "configs": set(),
     "platforms": set(),
     "progress": set(),
+    "host": set(),
+    "files": set(),
+    "fields": {"files"},
     "pallas_kernels": set(),
     "ownership": set(),
-    "cost": {"ownership", "configs"},
+    "cost": {"ownership", "configs", "files", "fields"},
     "kv": {"ownership"},
     "scheduler": {"ownership", "kv", "cost"},
-    "simulate": {"ownership", "kv", "scheduler", "cost", "configs"},
+    "simulate": {"ownership", "kv", "scheduler", "cost", "configs", "files", "fields"},
     "layouts": {"ownership"},
     "models": set(),
     "runtime": {"layouts", "models", "kv", "ownership", "pallas_kernels"},
-    "engine": {"runtime", "scheduler", "cost", "configs", "models", "layouts", "kv", "ownership", "platforms"},
+    "engine": {"runtime", "scheduler", "cost", "configs", "models", "layouts", "kv", "ownership", "platforms", "host"},
 }
 MAY_IMPORT["preflight"] = set(MAY_IMPORT)  # asks every room what it would do on a machine that is not here
 MAY_IMPORT["calibrate"] = set(MAY_IMPORT)  # measures an engine
@@ -39,7 +42,7 @@ MAY_IMPORT["splash_jax"] = set(MAY_IMPORT)  # the package's front door: re-expor
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 # Replays a week of traffic on a laptop: no device, no JAX, nor anything that brings it.
-NO_JAX = {"configs", "ownership", "cost", "scheduler", "kv", "simulate"}
+NO_JAX = {"configs", "host", "files", "fields", "ownership", "cost", "scheduler", "kv", "simulate"}
 BUT_MAY_JAX = {"splash_jax.kv.store"}  # the device half of kv
 JAX_AND_KIN = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 

@@ -10,6 +10,7 @@ import jax
 from pallas_kernels.chip import CHIPS
 from pallas_kernels.compiled import KernelFacts, ptxas_version
 from splash_jax.cost import load_hardware
+from splash_jax.files import write_text
 
 CLOSE = 1.1  # accounts leave barriers and latencies out
 MMA = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
@@ -143,4 +144,4 @@ def write(chip: str, best: list[Entry], path: Path) -> None:
         f'"{name}": [\n' + ",\n".join(json.dumps(entry) for entry in entries.values()) + "\n]"
         for name, entries in chips.items()
     ]
-    path.write_text('{\n"chips": {\n' + ",\n".join(lines) + "\n}\n}\n", encoding="utf-8")
+    write_text(path, '{\n"chips": {\n' + ",\n".join(lines) + "\n}\n}\n")

@@ -1,6 +1,5 @@
 """Calibration: microbenchmarks, then steps of a real engine, then the fit."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from splash_jax import host
 from splash_jax.calibrate.fit import Fit, fit
 from splash_jax.calibrate.micro import micro
 from splash_jax.calibrate.steps import Measured, loads_to_measure, measure_steps
@@ -58,7 +58,7 @@ def calibrate(
     device = mesh.devices.flat[0]
     cpu = device.platform == "cpu"
     memory = None if cpu else (device.memory_stats() or {}).get("bytes_limit")
-    memory = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (num_devices if cpu else 1)
+    memory = memory or host.memory().limit // (num_devices if cpu else 1)
     told = f"JAX {jax.__version__}, {num_devices} x {device.device_kind}, {engine.blueprint.shapes.dtype}"
     sources = {key: f"Microbenchmark ({told}), then fitted to steps of {model.name}." for key in rates}
     for key in ("kv_bytes_per_s", "attention_flops_per_s"):

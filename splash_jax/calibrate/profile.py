@@ -20,12 +20,17 @@ def profile_toml(found: Calibration) -> str:
         f"# worst {fit.worst_error:.1%} ({fit.worst.layout}, {len(fit.worst.load)} requests); steps vary by "
         f"{fit.noise:.1%} themselves.",
         "",
-        f"name = {json.dumps(hardware.name)}",
+        f"name = {_quoted(hardware.name)}",
         f"ranks_share_device = {str(hardware.ranks_share_device).lower()}",
         "",
         *(f"{key} = {getattr(hardware, key):.6g}" for key in NUMBERS),
         "",
         "[provenance]",
-        *(f"{key} = {json.dumps(hardware.provenance[key])}" for key in NUMBERS),
+        *(f"{key} = {_quoted(hardware.provenance[key])}" for key in NUMBERS),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML: JSON's, but that it takes no halves of characters, and DEL only by its number."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

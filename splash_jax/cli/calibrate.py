@@ -1,16 +1,19 @@
 """`splash calibrate`: the constants of the cost model, measured on the machine at hand."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from typer import Option
 
-from splash_jax.cli.process import prepare_process
-from splash_jax.cli.values import check_targets, model_path
-from splash_jax.errors import ConfigError
+from splash_jax.cli.process import do_all, prepare_process
+from splash_jax.cli.values import check_targets, make_folder, model_path
+from splash_jax.files import write_text
 from splash_jax.progress import STDERR, progress_report
+
+if TYPE_CHECKING:
+    from splash_jax.calibrate import Calibration
 
 UNITS = {
     "hbm_bytes_per_s": ("reading weights", 1e9, "GB/s"),
@@ -36,10 +39,7 @@ def calibrate(
     target = out or Path("configs") / "hardware" / f"{name}.toml"
     if target.suffix != ".toml" or target.is_dir():
         raise typer.BadParameter(f"{target} is no .toml file; name one.", param_hint="--out")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
+    make_folder(target.parent, "--out")
     check_targets(out=target)
     prepare_process(num_devices)
     from splash_jax.calibrate import calibrate as measure
@@ -50,6 +50,11 @@ def calibrate(
             model_path(model), num_devices=num_devices, layouts=tuple(layouts.split(",")), name=name, dtype=dtype,
             max_num_seqs=max_num_seqs, progress=progress,
         )  # fmt: skip
+    do_all(lambda: write_text(target, profile_toml(found)), lambda: _print(found))
+    typer.echo(f"written to {target}")
+
+
+def _print(found: "Calibration") -> None:
     table = Table("", "microbenchmark", "fitted to steps", box=None, pad_edge=False)
     for key, (what, unit, named) in UNITS.items():
         alone = found.micro.get(key)
@@ -64,8 +69,3 @@ def calibrate(
         "most.",
         soft_wrap=True,
     )
-    try:
-        target.write_text(profile_toml(found), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}.") from error
-    typer.echo(f"written to {target}")

@@ -11,9 +11,10 @@ from typer import Option
 
 from splash_jax.cli import scene as script
 from splash_jax.cli.live import RunView
-from splash_jax.cli.process import on_cpu, prepare_process
+from splash_jax.cli.process import do_all, on_cpu, prepare_process
 from splash_jax.cli.report import compare, print_decisions, print_proof, print_switches, print_texts, switch_costs
-from splash_jax.cli.values import model_path, write_json
+from splash_jax.cli.values import check_targets, make_folder, model_path, write_json
+from splash_jax.host import processors
 from splash_jax.progress import progress_report
 
 if TYPE_CHECKING:
@@ -44,8 +45,12 @@ def demo(
     console = Console(stderr=json, highlight=False)
     if hardware is not None and not auto:
         raise typer.BadParameter("is the policy's profile; add --auto.", param_hint="--hardware")
-    _make_folder(out)
+    make_folder(out, "--out")
+    for name in ("run.json", "run.png"):
+        check_targets(out=out / name)
     prepare_process(num_devices)
+    from splash_jax.cli.plots import draw_run
+
     route = "layouts as the policy chooses" if auto else f"layouts {' -> '.join(script.layouts())}"
     console.print(f"SPLASH demo: 16 prompts, {num_devices} devices, {route}.")
     settings = script.settings(num_devices) | (script.auto_settings(hardware) if auto else {})
@@ -69,14 +74,16 @@ def demo(
     _go_to(llm, script.FIXED)
     fixed, _ = _run(llm, scene, console, f"fixed {script.FIXED}", {})
     proof = compare(outputs, fixed)
-    print_proof(console, proof, script.FIXED)
-    print_texts(console, llm, scene, outputs)
     result = _as_json(num_devices, ready, records, costs, proof, scene, outputs)
-    _save(out, result, records, num_devices)
+    do_all(
+        lambda: write_json(out / "run.json", result),
+        lambda: draw_run(records, out / "run.png", num_devices),
+        lambda: print_proof(console, proof, script.FIXED),
+        lambda: print_texts(console, llm, scene, outputs),
+        lambda: write_json(Path("-"), result) if json else None,
+    )
     console.print(f"\nPicture of the run: {out / 'run.png'}  (data: {out / 'run.json'})", soft_wrap=True)
     console.print(f"Done after {perf_counter() - began:.0f} s.")
-    if json:
-        write_json(Path("-"), result)
     if proof.largest > LARGEST or proof.equal < proof.tokens:
         raise typer.Exit(1)
 
@@ -129,31 +136,11 @@ def _run(
 
 def _place(num_devices: int) -> str:
     """Where times were measured, in words that keep them from being read as an accelerator's."""
-    import os
-
     if on_cpu():
-        cores = os.cpu_count()
-        return f"CPU times: {num_devices} virtual devices share {cores} cores; they say nothing of accelerators"
+        return f"CPU times: {num_devices} virtual devices share {processors()} cores; they say nothing of accelerators"
     import jax
 
     return f"times on {num_devices} x {jax.devices()[0].device_kind}"
-
-
-def _make_folder(out: Path) -> None:
-    """Make the folder of the results before the run, not after it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{out} cannot be a folder ({error.strerror}); choose another.", param_hint="--out"
-        ) from None
-
-
-def _save(out: Path, result: dict[str, Any], records: "list[StepRecord]", num_devices: int) -> None:
-    from splash_jax.cli.plots import draw_run
-
-    write_json(out / "run.json", result)
-    draw_run(records, out / "run.png", num_devices)
 
 
 def _as_json(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from splash_jax.cli.process import prepare_process
+from splash_jax.cli.process import do_all, prepare_process
 from splash_jax.cli.values import (
     byte_size,
     check_targets,
@@ -20,6 +20,7 @@ from splash_jax.cli.values import (
     write_json,
 )
 from splash_jax.errors import SplashError
+from splash_jax.files import read_text
 from splash_jax.progress import STDERR, progress_report
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 def generate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or `small` for the embedded model.")],
     prompt: Annotated[list[str] | None, Option(help="A prompt; repeatable.")] = None,
-    prompts_file: Annotated[Path | None, Option(help="A file with one prompt per line.")] = None,
+    prompts_file: Annotated[
+        Path | None, Option(help="A UTF-8 file with one prompt per line; empty lines are skipped.")
+    ] = None,
     chat: Annotated[bool, Option("--chat", help="Render prompts with the model's chat template.")] = False,
     layout: Annotated[str, Option(help="Layout to start in: tp, dp, cp, dop, dcp, rep or node=dop,chip=cp.")] = "tp",
     num_devices: Annotated[
@@ -86,11 +89,11 @@ def generate(
             raise
         outputs, unmade = error.outputs, error
     seconds = perf_counter() - began
-    if str(json) != "-":
-        _print_texts(outputs)
-    if json is not None:
-        write_json(json, _as_json(llm, outputs, seconds))
-    STDERR.print(_summary(llm, outputs, switches, seconds), soft_wrap=True, markup=False)
+    do_all(
+        lambda: None if json is None else write_json(json, _as_json(llm, outputs, seconds)),
+        lambda: None if str(json) == "-" else _print_texts(outputs),
+        lambda: STDERR.print(_summary(llm, outputs, switches, seconds), soft_wrap=True, markup=False),
+    )
     if unmade is not None:
         raise unmade
 
@@ -98,12 +101,9 @@ def generate(
 def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     if bool(given) == (file is not None):
         raise typer.BadParameter("give prompts with --prompt (repeatable) or with --prompts-file, one of the two.")
-    try:
-        prompts = given if file is None else [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"{file} is not UTF-8 text (byte {error.start}); convert it first.", param_hint="--prompts-file"
-        ) from None
+    if file is None:
+        return given
+    prompts = [line for line in read_text(file).split("\n") if line.strip()]
     if not prompts:
         raise typer.BadParameter(f"{file} has no line with text.", param_hint="--prompts-file")
     return prompts

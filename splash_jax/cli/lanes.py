@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from splash_jax.cli.values import save_figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -49,7 +51,7 @@ def draw_lanes(report: "Report", path: Path) -> bool:
             fontsize=11,
         )
         figure.tight_layout(rect=(0, 0.04, 1, 0.99))
-        figure.savefig(path, dpi=110)
+        save_figure(figure, path, dpi=110)
         plt.close(figure)
     return True
 

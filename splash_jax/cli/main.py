@@ -9,7 +9,7 @@ from splash_jax.cli.demo import demo
 from splash_jax.cli.generate import generate
 from splash_jax.cli.plan import plan
 from splash_jax.cli.preflight import preflight
-from splash_jax.cli.process import one_line_errors
+from splash_jax.cli.process import command
 from splash_jax.cli.simulate import simulate
 
 EXAMPLES = """
@@ -65,7 +65,7 @@ def options(
 
 def run(arguments: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 an error in one line on stderr, 2 a usage error."""
-    with one_line_errors():
+    with command():
         app(arguments, prog_name="splash")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from splash_jax.cli.plots import LINES
 from splash_jax.cli.regimes import ROWS, SWITCHED, Outlook, tokens
+from splash_jax.cli.values import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ def draw_outlook(found: Outlook, path: Path) -> None:
             fontsize=14,
         )
         figure.tight_layout(rect=(0, 0, 1, 0.985))
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path, dpi=120)
         plt.close(figure)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from splash_jax.cli.process import prepare_process
+from splash_jax.cli.process import do_all, prepare_process
 from splash_jax.cli.values import (
     byte_size,
     check_targets,
@@ -100,29 +100,27 @@ def plan(
     counts = counts or [max(1, example.shapes.max_model_len // 8)] * ranks
     held = {name: b if isinstance(b, str) else _footprint(b) for name, b in drawn.items()}
     plans = {} if layouts else {pair: _plan(drawn, *pair, counts) for pair in _directions(config, src, dst)}
-    if str(json) != "-":
-        where = f"{ranks} ranks{f' ({mesh})' if mesh else ''}"
-        title = f"{model} on {where}, {example.shapes.dtype}, pages of {block_size} tokens"
-        _print(Console(highlight=False), title, counts, held, plans)
-    if json is not None:
-        write_json(json, _as_json(model, ranks, counts, held, plans))
+    where = f"{ranks} ranks{f' ({mesh})' if mesh else ''}"
+    title = f"{model} on {where}, {example.shapes.dtype}, pages of {block_size} tokens"
+    do_all(
+        lambda: None if json is None else write_json(json, _as_json(model, ranks, counts, held, plans)),
+        lambda: None if str(json) == "-" else _print(Console(highlight=False), title, counts, held, plans),
+    )
 
 
 def _price(
     model: str, hardware: str, mesh: "dict[str, int]", *, json: Path | None, plot: Path | None, **settings: Any
 ) -> None:  # fmt: skip
+    from splash_jax.cli.maps import draw_outlook
     from splash_jax.cli.regimes import look_ahead, outlook_json, print_outlook
     from splash_jax.layouts import ROLES
 
     found = look_ahead(model, hardware, mesh, tuple(ROLES), **settings)
-    if str(json) != "-":
-        print_outlook(Console(highlight=False), found)
-    if json is not None:
-        write_json(json, outlook_json(found))
-    if plot is not None:
-        from splash_jax.cli.maps import draw_outlook
-
-        draw_outlook(found, plot)
+    do_all(
+        lambda: None if json is None else write_json(json, outlook_json(found)),
+        lambda: None if plot is None else draw_outlook(found, plot),
+        lambda: None if str(json) == "-" else print_outlook(Console(highlight=False), found),
+    )
 
 
 def _layouts(config: "EngineConfig", every: bool, src: str | None, dst: str | None) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splash_jax.cli.values import in_bytes
+from splash_jax.cli.values import in_bytes, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def draw_run(records: "list[StepRecord]", path: Path, num_devices: int) -> None:
         route = f"{words[count - 1]} attention layout{'s' if count > 1 else ''}"
         figure.suptitle(f"One batch drains through {route}; no request stops", fontsize=15, y=0.985)
         figure.tight_layout(rect=(0, 0, 1, 0.985))
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path, dpi=120)
         plt.close(figure)
 
 

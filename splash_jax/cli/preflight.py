@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from splash_jax.cli.process import do_all
 from splash_jax.cli.values import check_targets, in_bytes, in_ms, print_table, write_json
 from splash_jax.progress import progress_report
 
@@ -63,15 +64,18 @@ def preflight(
     with progress_report() as progress:
         facts = compile_case(case, progress)
     report = make_report(case, facts, perf_counter() - began)
-    if str(json) != "-":
-        print_report(Console(highlight=False), report)
-    if json is not None:
-        write_json(json, report.as_json())
-    if plot is not None:
-        from splash_jax.cli.lanes import draw_lanes
+    do_all(
+        lambda: None if json is None else write_json(json, report.as_json()),
+        lambda: None if plot is None else _draw(report, plot),
+        lambda: None if str(json) == "-" else print_report(Console(highlight=False), report),
+    )
 
-        if not draw_lanes(report, plot):
-            typer.echo("no switch between these layouts transfers anything: nothing is drawn.", err=True)
+
+def _draw(report: "Report", plot: Path) -> None:
+    from splash_jax.cli.lanes import draw_lanes
+
+    if not draw_lanes(report, plot):
+        typer.echo("no switch between these layouts transfers anything: nothing is drawn.", err=True)
 
 
 def print_report(console: Console, report: "Report") -> None:

@@ -129,6 +129,7 @@ def _model(name: str, ranks: int) -> Any:
     import splash_jax
     from splash_jax.cost.suitable import why_unsuitable
     from splash_jax.errors import ConfigError
+    from splash_jax.files import read_text
     from splash_jax.preflight.case import read_model
 
     if name == "small":
@@ -136,8 +137,8 @@ def _model(name: str, ranks: int) -> Any:
     file = Path(name) / "config.json"
     if file.is_file():
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            config = json.loads(read_text(file))
+        except (ConfigError, ValueError):
             config = {}  # the model's own reader says what is wrong with it
         if isinstance(config, dict) and (reason := why_unsuitable(config, ranks)):
             raise ConfigError(f"{file}: {reason}")

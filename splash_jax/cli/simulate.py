@@ -1,6 +1,5 @@
 """`splash simulate`: traffic against a clock, every way to choose a layout side by side. No weights, no devices."""
 
-import csv
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from splash_jax.cli.process import do_all
 from splash_jax.cli.values import byte_size, check_targets, print_table
+from splash_jax.files import write_csv, written
 
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Row, Traffic
@@ -84,18 +85,21 @@ def simulate(
     rows, outcomes = compare(deployment, load, selected, groups=groups, workers=workers, done=tell)
     clock = f"{hardware} by the cost model" if table is None else f"{table.name}, decode steps of {decode_step} s"
     title = f"{model} on {groups} x {num_devices} ranks: {len(load):,} requests of {traffic}; clock: {clock}"
+    from splash_jax.cli.simulate_plot import draw
+
+    do_all(
+        lambda: None if out is None else write_rows(out, rows),
+        lambda: None if log is None else _write_log(log, deployment, load),
+        lambda: None if plot is None else draw(deployment, rows, outcomes, plot, title),
+        lambda: _print(console, title, rows, groups),
+    )
+
+
+def _print(console: Console, title: str, rows: "list[Row]", groups: int) -> None:
     console.print(f"{title}\n", soft_wrap=True)
     print_table(console, _table(rows))
     if groups == 1:
         console.print("hindsight: the least time for the loads that the last way met; it is no run.", soft_wrap=True)
-    if out is not None:
-        write_rows(out, rows)
-    if log is not None:
-        _write_log(log, deployment, load)
-    if plot is not None:
-        from splash_jax.cli.simulate_plot import draw
-
-        draw(deployment, rows, outcomes, plot, title)
 
 
 def _ways(asked: str | None, there: list[str]) -> list[str]:
@@ -187,16 +191,13 @@ def _table(rows: "list[Row]") -> Table:
 
 def write_rows(target: Path, rows: "list[Row]") -> None:
     """The table as CSV: a line per way, seconds and counts."""
-    with target.open("w", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, [*asdict(rows[0]), "tokens_per_second"])
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(asdict(row) | {"tokens_per_second": row.tokens_per_second})
+    told = [asdict(row) | {"tokens_per_second": row.tokens_per_second} for row in rows]
+    write_csv(target, told[0], told)
 
 
 def _write_log(target: Path, deployment: "Deployment", load: "Traffic") -> None:
     from splash_jax.scheduler import PolicyConfig
     from splash_jax.simulate import Group
 
-    with target.open("w", encoding="utf-8") as lines:
+    with written(target) as made, made.open("w", encoding="utf-8") as lines:
         Group(deployment, deployment.layouts[0], PolicyConfig(), log=lines).run(load)

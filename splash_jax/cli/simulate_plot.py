@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from splash_jax.cli.plots import LINES
+from splash_jax.cli.values import save_figure
 
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Outcome, Row
@@ -61,5 +62,5 @@ def draw(
         tokens.legend(handles=[*patches, load, held], loc="upper right", handlelength=3)
         figure.suptitle(title, fontsize=14)
         figure.tight_layout(rect=(0, 0, 1, 0.985))
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path, dpi=120)
         plt.close(figure)

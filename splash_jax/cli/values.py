@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import re
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +12,11 @@ from rich.measure import Measurement
 from rich.table import Table
 
 import splash_jax
+from splash_jax.errors import ConfigError
+from splash_jax.files import check_target, write_text, written
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", re.IGNORECASE)
@@ -113,21 +116,44 @@ def check_targets(**targets: Path | None) -> None:
     for name, target in targets.items():
         if target is None or (name == "json" and str(target) == "-"):
             continue
-        wrong = ""
-        if target.is_dir():
-            wrong = f"{target} is a folder; name a file in it."
-        elif not target.parent.is_dir():
-            wrong = f"there is no folder {target.parent}; make it first."
-        elif not os.access(target if target.exists() else target.parent, os.W_OK):
-            wrong = f"{target} may not be written; choose another file."
-        if wrong:
-            raise typer.BadParameter(wrong, param_hint=f"--{name}")
+        try:
+            check_target(target)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error), param_hint=f"--{name}") from None
+        if name == "plot":
+            _check_picture(target)
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder of results before the run, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{folder} cannot be a folder ({error.strerror}); choose another.", param_hint=option
+        ) from None
+
+
+def _check_picture(target: Path) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if target.suffix.lower().lstrip(".") not in known:
+        raise typer.BadParameter(
+            f"{target} ends in no kind of picture; name a .png, .svg or .pdf file.", param_hint="--plot"
+        )
+
+
+def save_figure(figure: "Figure", target: Path, dpi: int) -> None:
+    """Write a picture of the kind that the file's ending says."""
+    with written(target) as made:
+        figure.savefig(made, dpi=dpi, format=target.suffix.lower().lstrip(".") or "png")
 
 
 def write_json(target: Path, value: Any) -> None:
     """Write a value as JSON into a file; `-` is stdout."""
     text = json.dumps(value, indent=1)
     if str(target) == "-":
-        sys.stdout.write(text + "\n")
+        typer.echo(text)
     else:
-        target.write_text(text + "\n", encoding="utf-8")
+        write_text(target, text + "\n")

@@ -4,7 +4,7 @@ These are the constants of Eq. 10 (arXiv 2609.37626): effective rates where they
 not. Where a profile does not tell attention's rates from those of weights, one rate serves both.
 """
 
-import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from splash_jax.configs import config_file
 from splash_jax.errors import ConfigError
+from splash_jax.files import read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +51,9 @@ def load_hardware(name: str | Path) -> Hardware:
     """A profile by its name in `configs/hardware`, or from a TOML file. Raises ConfigError for what is not right."""
     path = name if isinstance(name, Path) else Path(name) if name.endswith(".toml") else config_file("hardware", name)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}.") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
     return _checked(values, path)
 
 
@@ -67,7 +66,7 @@ def _checked(values: dict, path: Path) -> Hardware:
     numbers = {key: values[key] for key in (*_NUMBERS, *_MORE_NUMBERS) if key in values}
     for key, value in numbers.items():
         least_is_zero = key == "step_overhead_s"
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ConfigError(f"{path}: {key} is {value!r}, expected a finite number above 0.")
         if value == 0 and not least_is_zero:
             raise ConfigError(f"{path}: {key} is {value!r}, expected a finite number above 0.")

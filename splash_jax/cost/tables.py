@@ -1,6 +1,5 @@
 """Measured throughput of fixed layouts, rules that choose one from a batch's shape, and what their choices lose."""
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from splash_jax.cost.batches import BatchConstants, Fit, batch_seconds, describes, fit_batches
 from splash_jax.errors import ConfigError
+from splash_jax.fields import csv_rows, number, tokens
 from splash_jax.ownership import Layout
 
 OUTPUT = 1024  # tokens that every request of the paper's tables generates
@@ -46,23 +46,20 @@ class Table:
 
 def read_table(path: Path) -> Table:
     """A CSV file with columns `input_len`, `B` and one per layout; `sweep` is read over. Raises ConfigError."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}.") from error
-    columns = list(lines[0]) if lines else []
+    lines = list(csv_rows(path, ("input_len", "B")))
+    columns = list(lines[0][1]) if lines else []
     layouts = tuple(c for c in columns if c not in ("sweep", "input_len", "B"))
-    if not {"input_len", "B"} <= set(columns) or len(layouts) < 2:
+    if len(layouts) < 2:
         raise ConfigError(f"{path}: has columns {columns}; needed are input_len, B and two layouts or more.")
     values = []
-    for number, line in enumerate(lines, 2):
+    for at, line in lines:
         try:
-            row = [float(line[column]) for column in ("input_len", "B", *layouts)]
-        except (TypeError, ValueError):
-            raise ConfigError(f"{path}: line {number} has something else than numbers: {line}.") from None
-        if not all(np.isfinite(row)) or min(row) <= 0:
-            raise ConfigError(f"{path}: line {number} has numbers that are not finite and above 0: {line}.")
+            sizes = [float(tokens(line[column])) for column in ("input_len", "B")]
+            row = [*sizes, *(number(line[column]) for column in layouts)]
+        except ValueError as error:
+            raise ConfigError(f"{path}: line {at} has something else than numbers: {error}") from None
+        if min(row) <= 0:
+            raise ConfigError(f"{path}: line {at} has numbers that are not above 0: {line}; leave such lines out.")
         values.append(row)
     array = np.array(values)
     return Table(

@@ -13,6 +13,7 @@ from splash_jax.scheduler import PolicyConfig, plain
 
 AUTO = "auto"
 ATTENTION_BACKENDS = ("auto", "gpu", "xla")
+DEFAULT_CACHE_DIR = "~/.cache/splash_jax/xla"
 PREFILL_TILE, GPU_PREFILL_TILE = 16, 128  # rows: the default, and the most that it is on GPUs
 
 
@@ -53,9 +54,7 @@ class EngineConfig:
     hardware: str | Path | None = None  # of layout "auto": a name in configs/hardware or a TOML file; None: as is here
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # of layout "auto"
     decision_log: str | Path | None = None  # of layout "auto": where every decision is written, a line of JSON each
-    compilation_cache_dir: str | Path | None = field(
-        default_factory=lambda: Path.home() / ".cache" / "splash_jax" / "xla"
-    )
+    compilation_cache_dir: str | Path | None = DEFAULT_CACHE_DIR  # unless JAX has one; None: as JAX has it
     skip_tokenizer_init: bool = False
     debug_checks: bool = (
         False  # check every index of a step and a switch on the devices before it runs: slower, for tests

@@ -14,6 +14,7 @@ from splash_jax.cost import Hardware
 from splash_jax.engine import EngineConfig
 from splash_jax.engine.build import make_buckets
 from splash_jax.errors import ConfigError
+from splash_jax.files import read_text
 from splash_jax.kv import filled_pool
 from splash_jax.layouts import make_layout
 from splash_jax.layouts.specs import check_heads
@@ -123,7 +124,7 @@ def read_model(name: str) -> ModelConfig:
             f"no model {name!r}: neither a folder with a config.json nor one of {', '.join(config_names('models'))}."
         )
     path = config_file("models", name)
-    return ModelConfig.from_dict(tomllib.loads(path.read_text(encoding="utf-8"))["config"], str(path))
+    return ModelConfig.from_dict(tomllib.loads(read_text(path))["config"], str(path))
 
 
 def draw_case(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.compiled import KernelFacts, dump_options, find_ptxas, read_kernels
 from splash_jax.cost import load_hardware
+from splash_jax.engine.platform import spare_the_trace
 from splash_jax.preflight.programs import target_of
 from splash_jax.runtime.target import clear_compile_errors, target_mesh
 
@@ -29,6 +30,7 @@ def compile_kernels(
 
     Raises TargetError where the compiler is missing or does not know the chip.
     """
+    spare_the_trace()
     mesh = target_mesh(target_of(load_hardware(chip)), {"rank": ranks})
     specs = in_specs if ranks > 1 else tuple(jax.tree.map(lambda _: P(), arg) for arg in args)
     structs = jax.tree.map(

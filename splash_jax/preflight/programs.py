@@ -1,6 +1,5 @@
 """Compile what a case needs for its GPUs, and keep what is read from each program."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from time import perf_counter
 from splash_jax.configs import config_names
 from splash_jax.cost import Hardware, load_hardware
 from splash_jax.engine.build import Progress
+from splash_jax.engine.platform import spare_the_trace
 from splash_jax.errors import TargetError
+from splash_jax.host import processors
 from splash_jax.preflight.case import STEPS, Case
 from splash_jax.runtime import Programs, StepKey, SwitchKey
 from splash_jax.runtime.keys import Key
@@ -58,10 +59,11 @@ def switch_keys(case: Case) -> Iterator[SwitchKey]:
 
 def compile_case(case: Case, progress: Progress | None = None) -> dict[Key, Facts]:
     """Every program of a case. Raises TargetError where the compiler is missing or does not know the GPU."""
+    spare_the_trace()
     programs = Programs(target_mesh(target_of(case.hardware), case.mesh_sizes), case.shapes)
     keys: list[Key] = [*step_keys(case), *switch_keys(case)]
     found: dict[Key, Facts] = {}
-    with clear_compile_errors(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with clear_compile_errors(), ThreadPoolExecutor(processors()) as pool:
         for key, facts in zip(keys, pool.map(lambda key: _compile(programs, key), keys), strict=True):
             found[key] = facts
             if progress:

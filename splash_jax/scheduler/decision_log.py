@@ -74,11 +74,14 @@ def _why(snapshot: Snapshot, decision: Decision, quote: Quote) -> str:
 
 
 def replay(lines: Iterable[str]) -> Iterator[Decision]:
-    """Decide again from every line's snapshot, and yield the decisions.
+    """Decide again from every line's snapshot, and yield the decisions. Empty lines are skipped.
 
     Raises `PolicyError` at a line that is no decision, or whose decision comes out otherwise.
     """
     for number, line in enumerate(lines, 1):
+        line = line.removeprefix("\ufeff")  # an editor's byte order mark
+        if not line.strip():
+            continue
         snapshot, logged = _parse(line, number)
         decision = decide(snapshot)
         if decision != logged:

@@ -1,16 +1,21 @@
 """Requests that arrive: drawn, or read from public traces. Lengths in tokens, times in seconds."""
 
-import csv
-import gzip
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from splash_jax.errors import ConfigError
+from splash_jax.fields import csv_rows, stamp, tokens
+from splash_jax.fields import number as _number
+from splash_jax.files import open_text
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +122,21 @@ def agents(rng: np.random.Generator, requests: int, *, turns: int = 12, rate: fl
 
 
 def azure(path: Path, requests: int | None = None, speed: float = 1.0) -> Traffic:
-    """A trace of Azure/AzurePublicDataset: a CSV with TIMESTAMP, ContextTokens and GeneratedTokens."""
+    """A trace of Azure/AzurePublicDataset: a CSV with TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    Times that name no zone are UTC. A request of 0 tokens has 1 here, in this trace and in every other.
+    """
     times, prompt, output = [], [], []
-    with _open(path) as lines:
-        for number, row in enumerate(csv.DictReader(lines), 2):
-            try:
-                stamp = row["TIMESTAMP"]
-                times.append(datetime.fromisoformat(stamp[:26]).timestamp())
-                prompt.append(int(row["ContextTokens"]))
-                output.append(int(row["GeneratedTokens"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise _bad(path, number, "TIMESTAMP, ContextTokens and GeneratedTokens", error) from error
-            if requests is not None and len(times) == requests:
-                break
+    start: int | None = None
+    for number, row in csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+        with _at(path, number):
+            whole, fraction = _read(stamp, row, "TIMESTAMP")
+            start = whole if start is None else start
+            times.append(whole - start + fraction)  # from the first on: a float has few digits left for 1.7e9 seconds
+            prompt.append(_read(tokens, row, "ContextTokens"))
+            output.append(_read(tokens, row, "GeneratedTokens"))
+        if requests is not None and len(times) == requests:
+            break
     return _trace(path, times, prompt, output, speed)
 
 
@@ -139,15 +146,15 @@ def mooncake(path: Path, requests: int | None = None, speed: float = 1.0) -> Tra
     Prefixes that requests share (hash_ids) are not shared here: every prompt is computed whole.
     """
     times, prompt, output = [], [], []
-    with _open(path) as lines:
+    with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
-            try:
+            if not line.strip():
+                continue
+            with _at(path, number):
                 row = json.loads(line)
-                times.append(float(row["timestamp"]) / 1e3)
-                prompt.append(int(row["input_length"]))
-                output.append(int(row["output_length"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise _bad(path, number, "timestamp, input_length and output_length", error) from error
+                times.append(_read(_number, row, "timestamp") / 1e3)
+                prompt.append(_read(tokens, row, "input_length"))
+                output.append(_read(tokens, row, "output_length"))
             if requests is not None and len(times) == requests:
                 break
     return _trace(path, times, prompt, output, speed)
@@ -159,17 +166,22 @@ def servegen(path: Path, rng: np.random.Generator, requests: int, *, rate: float
     `rate` requests per second arrive at random; None: all at once, as a rollout.
     """
     bins: dict[str, list[tuple[float, float]]] = {"input": [(0.0, 0.0)], "output": [(0.0, 0.0)]}
-    with _open(path) as lines:
-        for number, row in enumerate(csv.DictReader(lines), 2):
-            try:
-                bins[row["kind"]].append((float(row["tokens_up_to"]), float(row["probability"])))
-            except (KeyError, TypeError, ValueError) as error:
-                raise _bad(path, number, "kind (input or output), tokens_up_to and probability", error) from error
+    for number, row in csv_rows(path, ("kind", "tokens_up_to", "probability")):
+        with _at(path, number):
+            kind = _read(str.strip, row, "kind")
+            if kind not in bins:
+                raise ValueError(f"kind is {kind!r}; write input or output.")
+            up_to, part = float(_read(tokens, row, "tokens_up_to")), _read(_number, row, "probability")
+            if up_to <= bins[kind][-1][0]:
+                raise ValueError(f"tokens_up_to is {up_to:.0f}, and {bins[kind][-1][0]:.0f} before it; sort the bins.")
+            if part < 0:
+                raise ValueError(f"probability is {part}; write 0 or more.")
+            bins[kind].append((up_to, part))
     drawn = []
     for kind, found in bins.items():
-        if len(found) < 2:
-            raise ConfigError(f"{path} has no lengths of kind {kind}.")
         up_to, part = (np.array(column) for column in zip(*found, strict=True))
+        if not part.sum() > 0:
+            raise ConfigError(f"{path} has no lengths of kind {kind}; give it bins whose probabilities add up.")
         share = np.cumsum(part) / part.sum()
         drawn.append(np.interp(rng.random(requests), share, up_to).astype(np.int64) + 1)
     prompt, output = drawn
@@ -180,7 +192,7 @@ def servegen(path: Path, rng: np.random.Generator, requests: int, *, rate: float
 def _trace(path: Path, times: Sequence[float], prompt: Sequence[int], output: Sequence[int], speed: float) -> Traffic:
     if not times:
         raise ConfigError(f"{path} has no requests.")
-    if not speed > 0:
+    if not 0 < speed < math.inf:
         raise ConfigError(f"speed is {speed}; a trace runs at a speed above 0, 2 is twice as fast.")
     order = np.argsort(np.array(times), kind="stable")
     arrival = (np.array(times)[order] - min(times)) / speed
@@ -189,12 +201,19 @@ def _trace(path: Path, times: Sequence[float], prompt: Sequence[int], output: Se
     return Traffic(arrival=arrival, prompt=np.maximum(np.array(prompt, np.int64)[order], 1), output=drawn, limit=limit)
 
 
-def _open(path: Path):
+def _read(kind: Callable[[Any], T], row: Any, name: str) -> T:
+    """A field of a row. Raises ValueError where the row has none such, or it is not of its kind."""
+    if not isinstance(row, dict) or name not in row:
+        raise ValueError(f"there is no {name}; every line has one.")
     try:
-        return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        return kind(row[name])
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
-def _bad(path: Path, number: int, needed: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}, line {number}: {error!r}; a line has {needed}.")
+@contextmanager
+def _at(path: Path, number: int) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RecursionError) as error:  # of JSON that is none, too
+        raise ConfigError(f"{path}: line {number}: {error}") from error

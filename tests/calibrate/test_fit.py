@@ -110,3 +110,11 @@ def test_the_profile_that_is_written_is_read_again(noisy: Fit, tmp_path: Path) -
         noisy.hardware.message_latency_s, rel=1e-4
     )
     assert set(tomllib.loads(text)["provenance"]) == set(TRUE.provenance)
+
+
+@pytest.mark.parametrize("name", ["here", 'a "b" \\', "Rechner \U0001f30d", "a\x7f\nb", "\u2028"])
+def test_a_profile_of_any_name_is_read_again(noisy: Fit, tmp_path: Path, name: str) -> None:
+    named = replace(noisy, hardware=replace(noisy.hardware, name=name))
+    text = profile_toml(Calibration(micro={}, measured=steps(0.05), fit=named, seconds=1.0))
+    (tmp_path / "here.toml").write_text(f"\ufeff{text}", encoding="utf-8", newline="\r\n")  # as an editor may save it
+    assert load_hardware(tmp_path / "here.toml").name == name

@@ -127,7 +127,7 @@ def test_an_empty_file_of_prompts_is_refused(tmp_path, capsys):
 
 def test_a_file_of_prompts_in_another_encoding_is_refused(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_bytes("Die Bücher".encode("latin-1"))
-    assert ends(["generate", "small", "--prompts-file", str(tmp_path / "prompts.txt")]) == 2
+    assert ends(["generate", "small", "--prompts-file", str(tmp_path / "prompts.txt")]) == 1
     assert "is not UTF-8 text (byte 5); convert it first." in " ".join(capsys.readouterr().err.split())
 
 
@@ -265,6 +265,19 @@ def test_generate_writes_text_json_and_a_summary(checkpoint, tmp_path, capsys):
     told = json.loads(file.read_text())
     assert [len(output["outputs"][0]["token_ids"]) for output in told["outputs"]] == [6, 6]
     assert told["switches"][0]["step"] == 3 and told["switches"][0]["dst"] == "dp"
+
+
+def test_prompts_are_the_lines_of_a_file_and_results_come_before_text(checkpoint, tmp_path, capsys, monkeypatch):
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.json"
+    prompts = ["The river flows", " a\u2028b\x85c\x0cd ", "end"]
+    file.write_bytes(("\ufeff" + "\r\n".join([*prompts[:2], "", " ", prompts[2], "", ""])).encode())
+    there: list[bool] = []
+    monkeypatch.setattr(sys.modules["splash_jax.cli.generate"], "_print_texts", lambda _: there.append(out.exists()))
+    common = ["--max-tokens", "1", "--temperature", "0", "--max-num-seqs", "2"]
+    assert ends(["generate", str(checkpoint), "--prompts-file", str(file), "--json", str(out), *common]) == 0
+    told = json.loads(out.read_text())["outputs"]
+    assert [output["prompt"] for output in told] == prompts and there == [True]
+    assert capsys.readouterr().err.endswith("switches\n")
 
 
 @pytest.mark.slow

@@ -108,9 +108,11 @@ def test_the_form_follows_placements_and_refuses_what_no_table_has():
     ("text", "words"),
     [
         ("input_len,B,tp\n1,1,1\n", "needed are input_len, B and two layouts or more"),
+        ("input_len,tp,dp\n1,1,1\n", r"line 1 has columns .*; needed are input_len, B, each once"),
+        ("input_len,B,tp,dp\n1024,1,2\n", "line 2 has something else than numbers: '' is not a finite number"),
         ("", "has columns \\[\\]"),
         ("input_len,B,tp,dp\n1024,1,2,x\n", "line 2 has something else than numbers"),
-        ("input_len,B,tp,dp\n1024,1,2,3\n1024,2,2,0\n", "line 3 has numbers that are not finite and above 0"),
+        ("input_len,B,tp,dp\n1024,1,2,3\n1024,2,2,0\n", "line 3 has numbers that are not above 0"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused(tmp_path, text, words):

@@ -14,10 +14,12 @@ import pytest
 
 from splash_jax import LLM, SamplingParams
 from splash_jax.api.llm import _conversations
+from splash_jax.engine import platform
 from splash_jax.engine.build import draw_up
 from splash_jax.engine.config import EngineConfig
 from splash_jax.engine.platform import room_on_devices, start_devices
 from splash_jax.errors import CheckpointError, ConfigError, LayoutError, RequestError, SwitchRefused
+from splash_jax.host import Room
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.runtime.shapes import attention_kernels
 from splash_jax.scheduler import PolicyConfig
@@ -383,9 +385,20 @@ def test_a_budget_that_the_devices_do_not_have_names_what_to_lower() -> None:
 
 def test_a_budget_that_the_host_does_not_have(small: Path) -> None:
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    words = rf"4 CPU devices of \d+ bytes need \d+ bytes and this machine has {have}\. Lower device_memory_bytes"
+    words = (
+        r"4 CPU devices of \d+ bytes need \d+ bytes and this process has \d+ left: \d+ by .*, less \d+ that it has "
+        r"taken already\. Lower device_memory_bytes, max_num_seqs or num_devices, or raise that limit"
+    )
     with pytest.raises(ConfigError, match=words):
         make_llm(small, device_memory_bytes=have // 3)
+
+
+def test_threads_that_a_process_may_not_have(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Room(limit=60, used=3, whose="pids.max of somewhere")
+    monkeypatch.setattr(platform, "threads", lambda: few)
+    words = r"XLA starts about 80 threads \(NPROC is 32\), this process may have 60 by pids.max of somewhere; raise"
+    with pytest.raises(ConfigError, match=words):
+        make_llm(small)
 
 
 def test_rows_that_no_step_can_have_are_not_compiled_for(small: Path) -> None:

@@ -77,10 +77,16 @@ def test_a_log_that_was_edited_is_found():
         list(replay(lines))
 
 
-@pytest.mark.parametrize("line", ["", "[]", "{}", '{"snapshot": {"step": 1}, "decision": 3}'])
+@pytest.mark.parametrize("line", ["[]", "{}", '{"snapshot": {"step": 1}, "decision": 3}'])
 def test_what_is_no_log_is_refused(line):
     with pytest.raises(PolicyError, match="line 1 is not a logged decision"):
         list(replay([line]))
+
+
+def test_a_log_that_an_editor_saved_is_read_back():
+    lines = a_log(5)
+    text = "\ufeff" + "\n\n".join(lines) + "\n\n"
+    assert list(replay(text.split("\n"))) == list(replay(lines))
 
 
 DECIDE = """

@@ -18,12 +18,15 @@ from bench_workers import Case, Worker, cpu_name, engine_worker, limits_worker
 from rich.console import Console
 from rich.table import Table
 
+from splash_jax.files import check_target, write_text
+
 console = Console()
 DTYPES = ("float32", "bfloat16")
 
 
 def main() -> None:
     args = _arguments()
+    check_target(args.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         with Worker(limits_worker, folder) as measure:
@@ -38,6 +41,9 @@ def main() -> None:
         ):
             rows = [_measure(Case(batch, context, args.new), (a, b), args.rounds)
                     for context in args.contexts for batch in args.batches]  # fmt: skip
+    if args.json:
+        write_text(args.json, json.dumps({"cpu": cpu_name(), **limits, "rows": rows}, indent=1) + "\n")
+        console.print(f"written to {args.json}")
     title = (
         "tokens/s of one device: decode, then prefill; medians. Ratio: bfloat16 over float32, median (least to most)"
     )
@@ -49,9 +55,6 @@ def main() -> None:
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*row[name]["ratio"]))
         table.add_row(*cells)
     console.print(table)
-    if args.json:
-        args.json.write_text(json.dumps({"cpu": cpu_name(), **limits, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {args.json}")
 
 
 def _measure(case: Case, workers: tuple[Worker, Worker], rounds: int) -> dict[str, Any]:

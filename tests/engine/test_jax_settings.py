@@ -86,7 +86,7 @@ def flag() -> Iterator[Callable[[str, Any], None]]:
         jax.config.update(name, value)
 
     yield set_it
-    for name, value in before.items():
+    for name, value in reversed(before.items()):  # the flag over all transfer guards was set before each of them
         jax.config.update(name, getattr(value, "value", value))
 
 

@@ -24,9 +24,9 @@ from splash_jax.kv.store import empty_pools, pool_struct
 from splash_jax.layouts import attention_mesh, pool_spec, weight_spec
 from splash_jax.layouts.specs import check_heads
 from splash_jax.models.checkpoint import Checkpoint
-from splash_jax.models.config import ModelConfig, read_model_config
-from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
-from splash_jax.models.load import load_tree
+from splash_jax.models.config import ModelConfig, read_model_config, serving_dtype
+from splash_jax.models.deepseek_v3_weights import layer_kind, model_leaves
+from splash_jax.models.load import load_tree, open_weights
 from splash_jax.models.params import Leaf, in_blocks
 from splash_jax.ownership import (
     Bucket,
@@ -139,7 +139,7 @@ def draw_up(
     ):  # fmt: skip
         if size > model.max_position_embeddings:
             raise ConfigError(f"{name} {size} is more than the model's context of {model.max_position_embeddings}.")
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    dtype = serving_dtype(model, config.dtype)
     width = model.kv_lora_rank + model.qk_rope_head_dim
     kv = KVShape(
         page_size=config.block_size,
@@ -211,13 +211,7 @@ def _default_budget(config: EngineConfig, state: StateBytes, kv: KVShape, longes
 
 def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
     """Open the weights and compare every tensor with what the model wants. Reads headers only."""
-    checkpoint = Checkpoint.open(blueprint.config.model)
-    leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
-    expected: dict[str, tuple[int, ...]] = {}
-    for leaf in jax.tree.leaves(leaves):
-        expected.update(leaf.sources)
-    checkpoint.check(expected, lambda name: ignored(blueprint.model, name))
-    return checkpoint
+    return open_weights(blueprint.model, blueprint.config.model)
 
 
 def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progress: Progress | None) -> DeviceState:
@@ -243,16 +237,21 @@ def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progres
     )
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Blueprint, Programs, DeviceState]:
-    """Everything an engine runs on. With `compile_ahead`, all programs are compiled and a later miss is an error."""
-    blueprint = draw_up(config)
+def build(
+    config: EngineConfig, progress: Progress | None = None, model: ModelConfig | None = None
+) -> tuple[Blueprint, Programs, DeviceState]:
+    """Everything an engine runs on. With `compile_ahead`, all programs are compiled and a later miss is an error.
+
+    `model` is the model's config when the caller has it.
+    """
+    blueprint = draw_up(config, model=model)
     checkpoint = open_checkpoint(blueprint)
     prepare_platform(config.num_devices)
     use_compilation_cache(config.compilation_cache_dir)
     start_devices()
     mesh = attention_mesh(dict(config.mesh_shape))
     free = free_memory(mesh) if config.device_memory_bytes is None else None
-    blueprint = draw_up(config, free, device_kind=mesh.devices.flat[0].device_kind)
+    blueprint = draw_up(config, free, blueprint.model, device_kind=mesh.devices.flat[0].device_kind)
     asked = config.device_memory_bytes
     check_host_memory(mesh, max(blueprint.footprint(layout).total for layout in blueprint.layouts.values()))
     with room_on_devices(f"device_memory_bytes ({asked or 'not set'}) or max_num_seqs ({config.max_num_seqs})"):

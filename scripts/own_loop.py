@@ -11,10 +11,9 @@ from splash_jax.engine.platform import prepare_platform
 from splash_jax.kv import PagePool
 from splash_jax.kv.store import empty_pools, pool_struct
 from splash_jax.layouts import attention_mesh, make_layout, pool_spec, weight_spec
-from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import read_model_config
 from splash_jax.models.deepseek_v3_weights import model_leaves
-from splash_jax.models.load import load_tree
+from splash_jax.models.load import load_tree, open_weights
 from splash_jax.models.tokenizer import Tokenizer
 from splash_jax.ownership import Bucket, KVShape, plan_switch
 from splash_jax.runtime import DeviceState, Draw, Programs, Shapes, Work, build_batch, fresh_state, plan_route, run_step
@@ -28,7 +27,7 @@ tp, dp = (make_layout(role, {"rank": 4}) for role in ("tp", "dp"))
 kv = KVShape(page_size=16, interleave=16, bytes_per_token=4 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim))
 shapes = Shapes(model=cfg, dtype="float32", kv=kv, max_model_len=256, slots=4, penalties=False)
 programs, bucket = Programs(mesh, shapes), Bucket(decode=4, tiles=4, tile=16)
-checkpoint, leaves = Checkpoint.open(model), model_leaves(cfg, 4)
+checkpoint, leaves = open_weights(cfg, model), model_leaves(cfg, 4)
 weights = load_tree(checkpoint, leaves, lambda leaf: NamedSharding(mesh, weight_spec(tp, leaf.dims)), "float32")
 struct = pool_struct(NamedSharding(mesh, pool_spec(tp)), kv, 64, shapes.width, "float32")
 state = DeviceState(weights, empty_pools(struct, cfg.num_layers), fresh_state(mesh, shapes), tp, 64)

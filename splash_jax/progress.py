@@ -19,7 +19,7 @@ def progress_report() -> Iterator[Report]:
     if not STDERR.is_terminal:
         yield _lines()
         return
-    columns = (TextColumn("{task.description:<27}"), BarColumn(30), TextColumn("{task.percentage:>3.0f}%"))
+    columns = (TextColumn("{task.description:<42}"), BarColumn(30), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), console=STDERR) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -64,14 +64,15 @@ def look_ahead(
     from splash_jax.errors import ConfigError
     from splash_jax.layouts import make_layout
     from splash_jax.layouts.specs import check_heads
+    from splash_jax.models.config import serving_dtype
     from splash_jax.ownership import KVShape
     from splash_jax.runtime import state_bytes
 
     cfg, chip = _model(model, int(np.prod(list(mesh.values())))), load_hardware(hardware)
     layouts = [make_layout(name, mesh) for name in names]
     check_heads(layouts[0], cfg.num_heads)
-    served = ServedModel.of(cfg, cfg.dtype if dtype == "auto" else dtype)
-    stored = "float8_e4m3fn" if dtype == FLOAT8 else cfg.dtype if dtype == "auto" else dtype
+    asked = serving_dtype(cfg, dtype)
+    served, stored = ServedModel.of(cfg, asked), "float8_e4m3fn" if asked == FLOAT8 else asked
     kv = KVShape(page_size=page_size, interleave=page_size, bytes_per_token=served.kv_bytes_per_token)
     state = state_bytes(cfg, stored, layouts[0].size, kv)
     room = int(chip.hbm_bytes * fraction) if budget is None else budget

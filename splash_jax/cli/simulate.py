@@ -146,6 +146,7 @@ def _deployment(
     from splash_jax.cost.served import FLOAT8
     from splash_jax.layouts import make_layout
     from splash_jax.layouts.specs import check_heads
+    from splash_jax.models.config import serving_dtype
     from splash_jax.ownership import KVShape
     from splash_jax.preflight.case import read_model
     from splash_jax.runtime import state_bytes
@@ -156,8 +157,8 @@ def _deployment(
     names = dict.fromkeys(name.strip() for name in layouts.split(","))
     made = tuple(make_layout(name, {"rank": num_devices}) for name in names)
     check_heads(made[0], cfg.num_heads)
-    served = ServedModel.of(cfg, cfg.dtype if dtype == "auto" else dtype)
-    stored = "float8_e4m3fn" if dtype == FLOAT8 else cfg.dtype if dtype == "auto" else dtype
+    asked = serving_dtype(cfg, dtype)
+    served, stored = ServedModel.of(cfg, asked), "float8_e4m3fn" if asked == FLOAT8 else asked
     kv = KVShape(page_size=block_size, interleave=block_size, bytes_per_token=served.kv_bytes_per_token)
     state = state_bytes(cfg, stored, num_devices, kv)
     room = int(chip.hbm_bytes * memory_fraction) if budget is None else budget

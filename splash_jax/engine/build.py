@@ -24,9 +24,9 @@ from splash_jax.kv.store import empty_pools, pool_struct
 from splash_jax.layouts import attention_mesh, pool_spec, weight_spec
 from splash_jax.layouts.specs import check_heads
 from splash_jax.models.checkpoint import Checkpoint
-from splash_jax.models.config import ModelConfig, read_model_config
-from splash_jax.models.deepseek_v3_weights import ignored, layer_kind, model_leaves
-from splash_jax.models.load import load_tree
+from splash_jax.models.config import ModelConfig, read_model_config, serving_dtype
+from splash_jax.models.deepseek_v3_weights import layer_kind, model_leaves
+from splash_jax.models.load import load_tree, open_weights
 from splash_jax.models.params import Leaf, in_blocks
 from splash_jax.ownership import (
     Bucket,
@@ -148,7 +148,7 @@ def draw_up(
         if size > model.max_position_embeddings:
             raise ConfigError(f"{name} {size} is more than the model's context of {model.max_position_embeddings}.")
     cpu = device_kind == CPU if device_kind else on_cpu()
-    dtype = served_dtype(config.dtype, model.dtype, cpu=cpu)
+    dtype = served_dtype(config.dtype, serving_dtype(model, config.dtype), cpu=cpu)
     width = model.kv_lora_rank + model.qk_rope_head_dim
     kv = KVShape(
         page_size=config.block_size,
@@ -231,13 +231,7 @@ def _default_budget(config: EngineConfig, state: StateBytes, kv: KVShape, longes
 
 def open_checkpoint(blueprint: Blueprint) -> Checkpoint:
     """Open the weights and compare every tensor with what the model wants. Reads headers only."""
-    checkpoint = Checkpoint.open(blueprint.config.model)
-    leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
-    expected: dict[str, tuple[int, ...]] = {}
-    for leaf in jax.tree.leaves(leaves):
-        expected.update(leaf.sources)
-    checkpoint.check(expected, lambda name: ignored(blueprint.model, name))
-    return checkpoint
+    return open_weights(blueprint.model, blueprint.config.model)
 
 
 def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progress: Progress | None) -> DeviceState:
@@ -250,9 +244,9 @@ def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progres
 
     leaves = model_leaves(blueprint.model, blueprint.config.num_devices)
     leaves = jax.tree.map(lambda leaf: in_blocks(leaf, layout.head_blocks()), leaves)
-    report = (
-        None if progress is None else lambda done, total: progress(f"loading weights as {shapes.dtype}", done, total)
-    )
+    read = len({name for leaf in jax.tree.leaves(leaves) for name in leaf.sources})
+    what = f"loading {read} of {len(checkpoint.names())} tensors as {shapes.dtype}"
+    report = None if progress is None else lambda done, total: progress(what, done, total)
     weights: dict[str, Any] = load_tree(checkpoint, leaves, sharding, shapes.dtype, report)
     pages = blueprint.pages[layout]
     struct = pool_struct(NamedSharding(mesh, pool_spec(layout)), shapes.kv, pages, shapes.width, shapes.dtype)
@@ -265,16 +259,21 @@ def load_state(blueprint: Blueprint, mesh: Mesh, checkpoint: Checkpoint, progres
     )
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> tuple[Blueprint, Programs, DeviceState]:
-    """Everything an engine runs on. With `compile_ahead`, all programs are compiled and a later miss is an error."""
-    blueprint = draw_up(config)
+def build(
+    config: EngineConfig, progress: Progress | None = None, model: ModelConfig | None = None
+) -> tuple[Blueprint, Programs, DeviceState]:
+    """Everything an engine runs on. With `compile_ahead`, all programs are compiled and a later miss is an error.
+
+    `model` is the model's config when the caller has it.
+    """
+    blueprint = draw_up(config, model=model)
     checkpoint = open_checkpoint(blueprint)
     prepare_platform(config.num_devices)
     use_compilation_cache(config.compilation_cache_dir)
     start_devices()
     mesh = attention_mesh(dict(config.mesh_shape))
     free = free_memory(mesh) if config.device_memory_bytes is None else None
-    blueprint = draw_up(config, free, device_kind=mesh.devices.flat[0].device_kind)
+    blueprint = draw_up(config, free, blueprint.model, device_kind=mesh.devices.flat[0].device_kind)
     asked = config.device_memory_bytes
     check_host_memory(mesh, max(blueprint.footprint(layout).total for layout in blueprint.layouts.values()))
     with room_on_devices(f"device_memory_bytes ({asked or 'not set'}) or max_num_seqs ({config.max_num_seqs})"):

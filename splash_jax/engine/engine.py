@@ -21,12 +21,12 @@ from splash_jax.engine.config import AUTO, EngineConfig
 from splash_jax.engine.interrupts import interrupts_held
 from splash_jax.engine.pilot import Pilot, log_path, profile_of
 from splash_jax.engine.records import Records
-from splash_jax.engine.requests import check_request, stop_ids, whole
+from splash_jax.engine.requests import check_request, stop_ids, whole, with_tokenizer
 from splash_jax.engine.steps import Attempt, Pending, Ready, Spreading, Steps
 from splash_jax.engine.stopping import Ending
 from splash_jax.errors import EngineFailed, LayoutError, RequestError, SplashError, SwitchRefused
 from splash_jax.kv import PagePool, TwinPool
-from splash_jax.models.config import read_model_config
+from splash_jax.models.config import read_model_config, refuse_quantised
 from splash_jax.models.tokenizer import Detokenizer, Tokenizer
 from splash_jax.ownership import Layout, Manifest, SwitchPlan, plan_switch
 from splash_jax.runtime import Spread, Switch, SwitchMode, check_settings, own_settings, prepare_switch
@@ -46,14 +46,16 @@ class Engine:
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         check_settings()
-        read_model_config(config.model)  # of a folder that is no checkpoint this says more than a missing tokenizer
+        model = read_model_config(config.model)  # of a folder that is no checkpoint this says more than the tokenizer
+        refuse_quantised(model, config.model)
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.open(config.model)
+        model = with_tokenizer(model, self.tokenizer)
         hardware = profile_of(config) if config.layout == AUTO else None
         if hardware is not None and config.decision_log is not None:
             log_path(config.decision_log)  # before anything takes long
         self.blueprint: Blueprint
         with own_settings():
-            self.blueprint, self.programs, self.state = build(config, progress)
+            self.blueprint, self.programs, self.state = build(config, progress, model)
         self.config, self.model = config, self.blueprint.model
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
         self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])

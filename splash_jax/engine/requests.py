@@ -1,12 +1,36 @@
 """What of a request can never be served, told before anything is taken."""
 
+import logging
+
 import numpy as np
 
 from splash_jax.engine.build import Blueprint
 from splash_jax.errors import RequestError
-from splash_jax.models.config import ModelConfig
+from splash_jax.models.config import ModelConfig, with_ends
+from splash_jax.models.tokenizer import Tokenizer
 from splash_jax.runtime.shapes import MAX_STOP_IDS
 from splash_jax.scheduler import SamplingParams, plain
+
+log = logging.getLogger("splash_jax")
+
+
+def with_tokenizer(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model with its tokenizer's end of sequence among its own. Warns where the two do not fit each other."""
+    if tokenizer is not None:
+        if tokenizer.largest_id >= model.vocab_size:
+            log.warning(
+                "the tokenizer has ids up to %d, the model's vocab_size is %d: text with ids beyond it is refused.",
+                tokenizer.largest_id, model.vocab_size,
+            )  # fmt: skip
+        if tokenizer.eos_token_id is not None:
+            model = with_ends(model, [tokenizer.eos_token_id])
+    if not any(i < model.vocab_size for i in model.eos_token_ids):
+        told = f"{list(model.eos_token_ids)} are" if model.eos_token_ids else "none is"
+        log.warning(
+            "no end of sequence among the model's %d tokens (%s told): requests end by length, or by stops of their"
+            " own.", model.vocab_size, told,
+        )  # fmt: skip
+    return model
 
 
 def stop_ids(model: ModelConfig, params: SamplingParams) -> frozenset[int]:

@@ -1,10 +1,12 @@
 """Safetensors checkpoints: every file is checked whole before a tensor of it is loaded.
 
 Only headers are read when a checkpoint opens, so a damaged shard is found in milliseconds and not after
-minutes of loading. Tensors are then read through memory maps: a slice costs its own bytes.
+minutes of loading. Tensors are then read through memory maps: a slice costs its own bytes. Files that contradict
+each other are refused where they leave two answers, and warned of where they leave one.
 """
 
 import json
+import logging
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +19,7 @@ import numpy as np
 
 from splash_jax.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUPPORTED = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16))
 
 _DTYPES = {
@@ -41,6 +43,9 @@ _DTYPES = {
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit
 _AGAIN = "Download or copy it again."
 _LISTED = 8
+_PIECE = 1 << 22  # numbers of two tensors that are compared at a time
+
+log = logging.getLogger("splash_jax")
 
 
 @final
@@ -70,24 +75,39 @@ class Checkpoint:
         """Read and check the header of every weight file in the directory `path`.
 
         Takes `model.safetensors`, else `model.safetensors.index.json` and the shards it names, else the
-        only `*.safetensors` file. With an index, the tensors are those that the index names.
+        only `*.safetensors` file. The tensors are all that these files hold, whether the index names them or not.
+        One that several shards hold is read in each, and refused unless its numbers are the same.
         """
         try:
-            files, weight_map = _weight_files(path)
+            files, index = _weight_files(path)
+            unread = sorted(file.name for file in path.glob("*.safetensors") if file not in files)
         except OSError as error:
             raise _unreadable(path, error) from None
+        if unread:
+            log.warning("%s: not read, since no index names them: %s.", path, some(unread))
         headers = {file: _read_header(file) for file in files}
-        if weight_map is None:
-            tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
-        else:
-            tensors = {}
-            for name, shard in weight_map.items():
-                if name not in headers[path / shard]:
+        for name, shard in index.weights.items():
+            if name not in headers[path / shard]:
+                raise CheckpointError(f"{path / shard}: tensor {name!r} is not in it, but {INDEX} says so. {_AGAIN}")
+        tensors: dict[str, _Tensor] = {}
+        for header in headers.values():
+            for name, tensor in header.items():
+                first = tensors.setdefault(name, tensor)
+                if first is not tensor and not _same(first, tensor):
                     raise CheckpointError(
-                        f"{path / shard}: tensor {name!r} is not in it, but {INDEX} says so. {_AGAIN}"
+                        f"{path}: tensor {name!r} is one thing in {first.file.name} and another in {tensor.file.name}."
+                        " Remove the wrong one, or download both files again."
                     )
-                tensors[name] = headers[path / shard][name]
-        return cls(path, tensors, {file: file.stat().st_size for file in files})
+        checkpoint = cls(path, tensors, {file: file.stat().st_size for file in files})
+        named = sum(tensors[name].nbytes for name in index.weights)
+        if index.total_size not in (None, named, checkpoint.nbytes):
+            log.warning("%s: total_size is %s, and the tensors take %d bytes.", path / INDEX, index.total_size, named)
+        return checkpoint
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The weight files, in order."""
+        return tuple(self._sizes)
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +127,10 @@ class Checkpoint:
 
     def file_of(self, name: str) -> Path:
         return self._find(name).file
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers: read a piece at a time, until they differ."""
+        return _same(self._find(name), self._find(other))
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """A copy of the tensor, or of `tensor[index]`, in its stored dtype.
@@ -146,7 +170,7 @@ class Checkpoint:
                 f"{name} is {t.dtype}" for name, t in sorted(here.items()) if t.dtype not in SUPPORTED
             ],
         }
-        lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in faults.items() if names]
+        lines = [f"  {len(names)} {what}: {some(names)}" for what, names in faults.items() if names]
         if lines:
             raise CheckpointError(
                 f"the weights in {self.path} do not fit config.json:\n" + "\n".join(lines) + "\n"
@@ -187,38 +211,58 @@ def refuse_pointer(file: Path) -> None:
         )
 
 
-def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The files to open, and which of them holds which tensor if an index says so."""
+@final
+@dataclass(frozen=True, slots=True)
+class _Index:
+    weights: Mapping[str, str]  # which file holds which tensor
+    total_size: object  # bytes of all tensors, None where it is not told
+
+
+def _weight_files(path: Path) -> tuple[list[Path], _Index]:
+    """The files to open, and what an index says of them; an empty one where there is none."""
     if not path.is_dir():
         found = "is not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"checkpoint {path} {found}. Give the directory that holds config.json and weights.")
-    single = path / "model.safetensors"
+    single, alone = path / SINGLE, _Index({}, None)
+    if (path / INDEX).exists():
+        index = _read_index(path)
+        shards = sorted(set(index.weights.values()))
+        missing = [shard for shard in shards if not (path / shard).exists()]
+        if shards == [SINGLE] or not single.exists():
+            if missing:
+                raise CheckpointError(
+                    f"{path}: {len(missing)} of the {len(shards)} shards that {INDEX} names are missing:"
+                    f" {some(missing)}. Download or copy them."
+                )
+            return [path / shard for shard in shards], index
+        if len(missing) < len(shards):
+            raise CheckpointError(
+                f"{path}: {SINGLE} is there, and so is {INDEX}, which names {some(shards)}."
+                f" Keep the weights that are the model's: remove {SINGLE}, or the index and its files."
+            )
+        log.warning("%s: none of the files it names is there; %s is read.", path / INDEX, SINGLE)
     if single.exists():
-        return [single], None
-    if not (path / INDEX).exists():
-        found = sorted(path.glob("*.safetensors"))
-        if len(found) == 1:
-            return found, None
-        kind = f"{len(found)} *.safetensors files but no {INDEX}" if found else "no weights"
-        others = _some(sorted(file.name for file in path.iterdir())) or "nothing"
-        raise CheckpointError(
-            f"{path}: {kind}. Looked for model.safetensors, {INDEX} or one *.safetensors; found {others}."
-            " Download the safetensors files, or convert the weights to safetensors."
-        )
-    weight_map = read_json(path / INDEX).get("weight_map")
+        return [single], alone
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return found, alone
+    kind = f"{len(found)} *.safetensors files but no {INDEX}" if found else "no weights"
+    others = some(sorted(file.name for file in path.iterdir())) or "nothing"
+    raise CheckpointError(
+        f"{path}: {kind}. Looked for {SINGLE}, {INDEX} or one *.safetensors; found {others}."
+        " Download the safetensors files, or convert the weights to safetensors."
+    )
+
+
+def _read_index(path: Path) -> _Index:
+    parsed = read_json(path / INDEX)
+    weight_map, about = parsed.get("weight_map"), parsed.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty. {_AGAIN}")
     for shard in weight_map.values():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{path / INDEX}: {shard!r} is not the name of a file beside it. {_AGAIN}")
-    shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (path / shard).exists()]
-    if missing:
-        raise CheckpointError(
-            f"{path}: {len(missing)} of the {len(shards)} shards that {INDEX} names are missing:"
-            f" {_some(missing)}. Download or copy them."
-        )
-    return [path / shard for shard in shards], weight_map
+    return _Index(weight_map, about.get("total_size") if isinstance(about, dict) else None)
 
 
 def _read_header(file: Path) -> dict[str, _Tensor]:
@@ -268,6 +312,23 @@ def _tensor(file: Path, name: str, entry: Mapping[str, object], data: int) -> _T
     return tensor
 
 
+def _same(a: _Tensor, b: _Tensor) -> bool:
+    """Whether two stored tensors hold the same numbers: bit for bit, or as float64 where their dtypes differ."""
+    if a.shape != b.shape:
+        return False
+    count = math.prod(a.shape)
+    for start in range(0, count, _PIECE):
+        x, y = (
+            np.fromfile(t.file, t.dtype, min(_PIECE, count - start), offset=t.start + start * t.dtype.itemsize)
+            for t in (a, b)
+        )
+        if a.dtype != b.dtype:
+            x, y = x.astype(np.float64), y.astype(np.float64)
+        if x.tobytes() != y.tobytes():
+            return False
+    return True
+
+
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
@@ -287,7 +348,8 @@ def _unreadable(file: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{file}: cannot be read ({error.strerror}). Check that it exists and that you may read it.")
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first few of `names`, and how many more there are."""
     names = list(names)
     rest = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,11 +1,12 @@
 """What a DeepSeek-V3 family checkpoint says about itself, refused whole when it contradicts itself.
 
 Both spellings of `config.json` are read: transformers 5 (`rope_parameters`, `dtype`) and the older one of
-the hub (`rope_theta`, `rope_scaling`, `torch_dtype`).
+the hub (`rope_theta`, `rope_scaling`, `torch_dtype`). A null counts as missing everywhere; only `q_lora_rank` must
+be there, since its null means plain queries.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -50,38 +51,37 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool  # on q_a_proj, kv_a_proj_with_mqa and o_proj only
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # any of them ends a request; may be empty
+    eos_token_ids: tuple[int, ...]  # any of them ends a request; may be empty. An engine adds its tokenizer's
     num_nextn_predict_layers: int  # multi-token-prediction layers stored after the model's own
-    dtype: str  # "float32" or "bfloat16": what the weights are computed in
+    dtype: str | None  # what the config says that weights are computed in: see `serving_dtype`
+    quantization: str | None  # how the stored weights are quantised: sizes can be planned, weights not be opened
 
     @classmethod
     def from_dict(cls, d: Mapping[str, object], where: str) -> "ModelConfig":
         """Read a parsed `config.json`. `where` names it in messages. Raises ConfigError."""
-        f = _Fields(d, where)
+        f = _Fields.of(d, where)
         model_type = f.one_of("model_type", MODEL_TYPES, None)
-        if d.get("quantization_config") is not None:
-            raise ConfigError(
-                f"{where}: quantization_config is present, but FP8 and other quantised checkpoints are not"
-                " supported yet. Convert the weights to bfloat16 and remove quantization_config."
-            )
         f.one_of("hidden_act", ("silu",), "silu")
         f.one_of("scoring_func", ("sigmoid",), "sigmoid")
         f.one_of("topk_method", ("noaux_tc",), "noaux_tc")
         num_layers = f.integer("num_hidden_layers", most=MOST_LAYERS)
         num_experts = f.integer("n_routed_experts", least=0, most=MOST_EXPERTS, default=0)
         moe = num_experts > 0
-        if moe and f.integer("moe_layer_freq", default=1) != 1:
-            raise ConfigError(f"{where}: moe_layer_freq is {d['moe_layer_freq']}; only 1 is supported. Set it to 1.")
+        if moe and f.values.get("moe_layer_freq", 1) != 1:
+            raise ConfigError(
+                f"{where}: moe_layer_freq is {d['moe_layer_freq']!r:.100}: dense and expert layers that alternate are"
+                " not supported. Serve another model."
+            )
         bos = f.token_ids("bos_token_id")
         if "q_lora_rank" not in d:
-            raise f.missing("q_lora_rank")
+            raise ConfigError(f"{f.missing('q_lora_rank')} A null says that queries have no low rank.")
         cfg = cls(
             model_type=model_type,
             vocab_size=f.integer("vocab_size"),
             hidden_size=f.integer("hidden_size"),
             num_layers=num_layers,
             num_heads=f.integer("num_attention_heads"),
-            q_lora_rank=None if d["q_lora_rank"] is None else f.integer("q_lora_rank"),
+            q_lora_rank=f.integer("q_lora_rank") if "q_lora_rank" in f.values else None,
             kv_lora_rank=f.integer("kv_lora_rank"),
             qk_nope_head_dim=f.integer("qk_nope_head_dim"),
             qk_rope_head_dim=f.integer("qk_rope_head_dim"),
@@ -104,7 +104,8 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=f.token_ids("eos_token_id"),
             num_nextn_predict_layers=f.integer("num_nextn_predict_layers", least=0, default=0),
-            dtype=f.one_of("dtype" if d.get("dtype") is not None else "torch_dtype", DTYPES, None),
+            dtype=f.text("dtype") or f.text("torch_dtype"),
+            quantization=_quantization(f),
         )
         _check(cfg, where)
         return cfg
@@ -120,8 +121,35 @@ def read_model_config(path: Path) -> ModelConfig:
     generation = path / "generation_config.json"
     if not generation.exists():
         return cfg
-    more = _Fields(read_json(generation), str(generation)).token_ids("eos_token_id")
-    return replace(cfg, eos_token_ids=tuple(dict.fromkeys(cfg.eos_token_ids + more)))
+    return with_ends(cfg, _Fields.of(read_json(generation), str(generation)).token_ids("eos_token_id"))
+
+
+def with_ends(cfg: ModelConfig, more: Iterable[int]) -> ModelConfig:
+    """The same model, and `more` tokens that end a request."""
+    return replace(cfg, eos_token_ids=tuple(dict.fromkeys((*cfg.eos_token_ids, *more))))
+
+
+def serving_dtype(cfg: ModelConfig, asked: str) -> str:
+    """The dtype to serve or to plan in: the one asked for, or for "auto" the config's own.
+
+    Raises ConfigError where that is none of `DTYPES`.
+    """
+    if asked != "auto":
+        return asked
+    if cfg.dtype not in DTYPES:
+        says = "config.json names no dtype" if cfg.dtype is None else f"config.json says dtype {cfg.dtype!r}"
+        raise ConfigError(f"{says}, and models are served in {' or '.join(DTYPES)}. Ask for one of them with dtype.")
+    return cfg.dtype
+
+
+def refuse_quantised(cfg: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError where the weights in `folder` are quantised: they cannot be opened yet."""
+    if cfg.quantization is not None:
+        raise ConfigError(
+            f"{folder / 'config.json'}: quantization_config says {cfg.quantization}, and FP8 and other quantised"
+            " weights cannot be served yet; `splash plan`, `simulate` and `preflight` take the config as it is."
+            " Convert the weights to bfloat16 and remove quantization_config."
+        )
 
 
 def softmax_scale(cfg: ModelConfig) -> float:
@@ -135,10 +163,14 @@ def softmax_scale(cfg: ModelConfig) -> float:
 @final
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """One JSON object, and the name it goes by in messages. A null value counts as missing."""
+    """One JSON object without its nulls, and the name it goes by in messages."""
 
     values: Mapping[str, object]
     where: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, object], where: str) -> "_Fields":
+        return cls({name: value for name, value in values.items() if value is not None}, where)
 
     def missing(self, name: str) -> ConfigError:
         return ConfigError(
@@ -195,6 +227,18 @@ class _Fields:
             )
         return value
 
+    def part(self, name: str) -> "_Fields | None":
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(name, "an object or null")
+        return None if value is None else _Fields.of(value, f"{self.where}: {name}")
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, "text")
+        return value
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         value = self.values.get(name)
         found = [] if value is None else value if isinstance(value, list) else [value]
@@ -216,23 +260,22 @@ def _first_dense_layers(f: _Fields, num_layers: int) -> int:
     return dense
 
 
+def _quantization(f: _Fields) -> str | None:
+    found = f.part("quantization_config")
+    return None if found is None else found.text("quant_method") or "no quant_method"
+
+
 def _rope(f: _Fields) -> RopeConfig:
-    found = {key: f.values[key] for key in ("rope_parameters", "rope_scaling") if f.values.get(key) is not None}
-    for key, value in found.items():
-        if not isinstance(value, dict):
-            raise f.wrong(key, "an object or null")
-    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+    found = [part for key in ("rope_parameters", "rope_scaling") if (part := f.part(key)) is not None]
+    if len(found) == 2 and found[0].values != found[1].values:
         raise ConfigError(f"{f.where}: rope_parameters and rope_scaling differ. Keep the one that is right.")
-    key, scaling = next(iter(found.items()), ("rope_scaling", {}))
-    r = _Fields({**scaling} if isinstance(scaling, dict) else {}, f"{f.where}: {key}")
+    r = found[0] if found else _Fields({}, f"{f.where}: rope_scaling")
     if r.values.get("rope_type", r.values.get("type")) != r.values.get("type", r.values.get("rope_type")):
         raise ConfigError(f"{r.where}: rope_type and type differ. Keep the one that is right.")
     kind = r.one_of("rope_type" if "rope_type" in r.values else "type", ("default", "yarn"), "default")
     for name, only in (("attention_factor", None), ("partial_rotary_factor", 1.0), ("truncate", True)):
         if r.values.get(name, only) != only:
-            raise ConfigError(
-                f"{r.where}: {name} {r.values[name]!r} is not supported. Remove it, or serve another model."
-            )
+            raise ConfigError(f"{r.where}: {name} {r.values[name]!r} is not supported. Serve another model.")
     yarn = kind == "yarn"
     top = "original_max_position_embeddings" in f.values  # transformers lets the outer value win
     return RopeConfig(
@@ -265,8 +308,8 @@ def _check(cfg: ModelConfig, where: str) -> None:
         (rope.theta <= 1, f"rope_theta {rope.theta} is not above 1"),
         (rope.factor < 1, f"the rope factor {rope.factor} is below 1"),
         (
-            rope.beta_fast <= rope.beta_slow,
-            f"beta_fast {rope.beta_fast} is not above beta_slow {rope.beta_slow}",
+            rope.beta_fast < rope.beta_slow,
+            f"beta_fast {rope.beta_fast} is below beta_slow {rope.beta_slow}",
         ),
         (
             cfg.first_dense_layers > cfg.num_layers,

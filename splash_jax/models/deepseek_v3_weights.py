@@ -12,6 +12,8 @@ from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import ModelConfig
 from splash_jax.models.params import Index, Leaf, clip, extent, fill, linear, padded, vector
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 def layer_kind(cfg: ModelConfig, layer: int) -> str:
     """ "dense" or "moe": layers of one kind share their programs."""
@@ -21,10 +23,9 @@ def layer_kind(cfg: ModelConfig, layer: int) -> str:
 def model_leaves(cfg: ModelConfig, ranks: int) -> dict[str, Any]:
     """All weights: {"embed", "final_norm", "lm_head", "layers": [one dict per layer]}, padded for `ranks` ranks."""
     V, d = cfg.vocab_size, cfg.hidden_size
-    embed = "model.embed_tokens.weight"
-    head = embed if cfg.tie_word_embeddings else "lm_head.weight"
+    head = EMBEDDING if cfg.tie_word_embeddings else HEAD
     return {
-        "embed": linear(embed, V, d, ("ranks", None), ranks),
+        "embed": linear(EMBEDDING, V, d, ("ranks", None), ranks),
         "final_norm": vector("model.norm.weight", d),
         "lm_head": linear(head, V, d, ("ranks", None), ranks),
         "layers": [_layer(cfg, i, ranks) for i in range(cfg.num_layers)],
@@ -35,10 +36,16 @@ def ignored(cfg: ModelConfig, name: str) -> bool:
     """Tensors a checkpoint may hold that serving does not need: multi-token-prediction layers, rotary buffers."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
-    if cfg.tie_word_embeddings and name == "lm_head.weight":
+    if cfg.tie_word_embeddings and name == HEAD:
         return True
+    layer = layer_of(name)
+    return layer is not None and cfg.num_layers <= layer < cfg.num_layers + cfg.num_nextn_predict_layers
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to by its name; None where it belongs to none."""
     parts = name.split(".")
-    return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= cfg.num_layers
+    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else None
 
 
 def _layer(cfg: ModelConfig, layer: int, ranks: int) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""Stream a checkpoint into device arrays, one weight at a time, each rank reading only what it holds."""
+"""Open a model's weights, and stream them into device arrays, one at a time, each rank reading only what it holds."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,10 +11,59 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from splash_jax.models.checkpoint import Checkpoint
+from splash_jax.errors import CheckpointError
+from splash_jax.models.checkpoint import Checkpoint, some
+from splash_jax.models.config import ModelConfig, refuse_quantised
+from splash_jax.models.deepseek_v3_weights import EMBEDDING, HEAD, ignored, layer_of, model_leaves
 from splash_jax.models.params import Index, Leaf
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+log = logging.getLogger("splash_jax")
+
+
+def open_weights(cfg: ModelConfig, folder: Path) -> Checkpoint:
+    """Open the weights of a model and compare every tensor with what the model wants; logs one line of what is there.
+
+    Headers are read, and of tensors that are there twice the numbers. Raises ConfigError for quantised weights and
+    CheckpointError for weights that are damaged or do not fit the config.
+    """
+    refuse_quantised(cfg, folder)
+    checkpoint = Checkpoint.open(folder)
+    layers, more = cfg.num_layers, cfg.num_nextn_predict_layers
+    if beyond := sorted({i for name in checkpoint.names() if (i := layer_of(name)) is not None and i >= layers + more}):
+        raise CheckpointError(
+            f"the weights in {folder} do not fit config.json: they hold layers {some(map(str, beyond))}, beyond"
+            f" num_hidden_layers {layers} and num_nextn_predict_layers {more}. Correct config.json, or take it from the"
+            " model's own release."
+        )
+    expected: dict[str, tuple[int, ...]] = {}
+    for leaf in jax.tree.leaves(model_leaves(cfg, 1)):
+        expected.update(leaf.sources)
+    checkpoint.check(expected, lambda name: ignored(cfg, name))
+    if cfg.tie_word_embeddings and HEAD in checkpoint.names() and not checkpoint.same(HEAD, EMBEDDING):
+        log.warning(
+            "%s: tie_word_embeddings is true, but %s differs from %s and is not read. Set tie_word_embeddings to false"
+            " if it is the head.", folder / "config.json", HEAD, EMBEDDING,
+        )  # fmt: skip
+    log.info("weights of %s: %s", folder, _summary(checkpoint, set(expected)))
+    return checkpoint
+
+
+def _summary(checkpoint: Checkpoint, read: set[str]) -> str:
+    """What a checkpoint holds, and what of it is left unread: layers are named once, with their count of tensors."""
+    names = checkpoint.names()
+    kinds = Counter(str(checkpoint.dtype(name)) for name in names)
+    unread = Counter(
+        name if (layer := layer_of(name)) is None or name.endswith("inv_freq") else f"model.layers.{layer}.*"
+        for name in names
+        if name not in read
+    )
+    listed = some(name if count == 1 else f"{name} ({count})" for name, count in sorted(unread.items()))
+    return (
+        f"{len(names)} tensors ({', '.join(sorted(kinds))}), {checkpoint.nbytes} bytes in {len(checkpoint.files)}"
+        f" file{'s' * (len(checkpoint.files) > 1)}; {f'ignored {unread.total()}: {listed}' if unread else 'all read'}."
+    )
 
 
 def leaf_bytes(leaf: Leaf, dtype: str) -> int:

@@ -1,9 +1,18 @@
-"""Text to token ids and back, for checkpoints that carry a Hugging Face tokenizer."""
+"""Text to token ids and back, for checkpoints that carry a Hugging Face tokenizer.
 
+Where there is a `tokenizer.json`, it is the tokenizer. The class that `tokenizer_config.json` names is not asked, since
+some classes build another one from the vocabulary, nor the model's type, which transformers need not know. What
+transformers makes of the file is compared with what the `tokenizers` library does.
+"""
+
+import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, final
 
 from splash_jax.errors import CheckpointError, RequestError
@@ -12,8 +21,11 @@ from splash_jax.models.checkpoint import read_json, refuse_pointer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+WHOLE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+VOCABULARIES = (WHOLE, "tokenizer.model", "tiktoken.model", "vocab.json")
 
+_PROBE = "It's 3 words: na\u00efve,\n  d\u00e9j\u00e0 vu (42)!"  # spaces, digits, accents and a line break
+_BESIDE = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _BROKEN = "\ufffd"  # what decoding puts in place of bytes that are no character (yet)
 _LONGEST = 4  # tokens that one character can take: UTF-8 has at most four bytes
 
@@ -35,14 +47,24 @@ class Tokenizer:
                 f"{path}: no tokenizer. Looked for {', '.join(VOCABULARIES)}. Copy its files there,"
                 " or pass token ids with skip_tokenizer_init=True."
             )
-        settings = path / "tokenizer_config.json"
         for file in files:
             refuse_pointer(file)
             if file.suffix == ".json":
                 read_json(file)
-        config = read_json(settings) if settings.exists() else {}
+        config = read_json(path / SETTINGS) if (path / SETTINGS).exists() else {}
+        whole = (path / WHOLE).exists()
+        if config.get("auto_map") is not None and not whole:
+            raise CheckpointError(
+                f"{path / SETTINGS}: auto_map names code of the checkpoint's own, which is never run. Convert the"
+                f" tokenizer to {WHOLE}, or pass token ids with skip_tokenizer_init=True."
+            )
         try:
-            inner = _load(path)
+            with _without_nulls(path, config) as folder:
+                inner = _load(folder, whole)
+            if whole:
+                _compare(inner, path / WHOLE)
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers and tokenizers raise nearly every kind
             raise CheckpointError(
                 f"{path}: the tokenizer cannot be loaded ({type(error).__name__}: {error})."
@@ -64,6 +86,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids, added tokens included; the model's own vocab_size may be padded above it."""
         return len(self._inner)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id, -1 of an empty vocabulary."""
+        return max(self._inner.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer's own settings ask for."""
@@ -180,15 +207,58 @@ def _refuse_surrogates(text: str) -> None:
         ) from None
 
 
-def _load(path: Path) -> "PreTrainedTokenizerBase":
-    """transformers' tokenizer, without its advice on what else could be installed or renamed."""
+@contextmanager
+def _without_nulls(path: Path, settings: Mapping[str, object]) -> Iterator[Path]:
+    """The folder itself, or one like it where the settings have nulls that transformers would not take for missing."""
+    if all(value is not None or name.endswith("_token") for name, value in settings.items()):
+        yield path
+        return
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        for name in (*VOCABULARIES, *_BESIDE):
+            if (path / name).exists():
+                shutil.copy(path / name, folder)
+        kept = {name: value for name, value in settings.items() if value is not None}
+        (folder / SETTINGS).write_text(json.dumps(kept), encoding="utf-8")
+        yield folder
+
+
+def _load(path: Path, whole: bool) -> "PreTrainedTokenizerBase":
+    """transformers' tokenizer of a folder, from its tokenizer.json if that is `whole`.
+
+    Comes without transformers' advice on what else could be installed or renamed.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        if whole:
+            return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(path), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
+        )
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _compare(inner: "PreTrainedTokenizerBase", file: Path) -> None:
+    """Raise CheckpointError where transformers splits or joins a sentence in another way than its tokenizer.json."""
+    import tokenizers
+    import transformers
+
+    plain = tokenizers.Tokenizer.from_file(str(file))
+    plain.no_truncation()
+    plain.no_padding()
+    ids = plain.encode(_PROBE, add_special_tokens=False).ids
+    text = plain.decode(ids, skip_special_tokens=False)
+    found = inner.encode(_PROBE, add_special_tokens=False, verbose=False)
+    back = inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if (found, back) != (ids, text):
+        raise CheckpointError(
+            f"{file}: transformers {transformers.__version__} makes {type(inner).__name__} of it, with {found} and"
+            f" {back!r} where the file itself has {ids} and {text!r}. Install the transformers that this package asks"
+            f" for, correct {SETTINGS}, or pass token ids with skip_tokenizer_init=True."
+        )

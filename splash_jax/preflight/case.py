@@ -18,7 +18,7 @@ from splash_jax.files import read_text
 from splash_jax.kv import filled_pool
 from splash_jax.layouts import make_layout
 from splash_jax.layouts.specs import check_heads
-from splash_jax.models.config import ModelConfig, read_model_config
+from splash_jax.models.config import ModelConfig, read_model_config, serving_dtype
 from splash_jax.models.deepseek_v3_weights import layer_kind
 from splash_jax.ownership import (
     Bucket,
@@ -160,7 +160,7 @@ def draw_case(
     every = tuple(dict.fromkeys(layer_kind(cfg, i) for i in range(cfg.num_layers)))
     if strange := [kind for kind in kinds if kind not in every]:
         raise ConfigError(f"{model} has no layers of kind {', '.join(strange)}; it has: {', '.join(every)}.")
-    served = cfg.dtype if dtype == "auto" else dtype
+    served = serving_dtype(cfg, dtype)
     row = (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * jnp.dtype(served).itemsize
     kv = KVShape(page_size=block_size, interleave=settings.interleave, bytes_per_token=row)
     backend, chip = attention_kernels(attention_backend, hardware.name)

@@ -568,10 +568,10 @@ def test_attention_kernels_are_refused_where_there_are_none(small: Path) -> None
 def test_progress_is_told_unless_nobody_wants_it(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen = []
     make_llm(small, num_devices=1, layouts=("tp",), progress=lambda what, done, total: seen.append((what, done, total)))
-    assert seen[-1][0] == "loading weights as float32" and seen[-1][1] == seen[-1][2]
+    assert seen[-1][0] == "loading 139 of 139 tensors as float32" and seen[-1][1] == seen[-1][2]
     make_llm(small, num_devices=1, layouts=("tp",), progress=False)
     assert capfd.readouterr().err == ""
     make_llm(small, num_devices=1, layouts=("tp",))
     assert re.fullmatch(
-        r"loading weights as float32 \.\.\.\nloading weights as float32: done after \d+ s\n", capfd.readouterr().err
+        r"(loading \d+ of \d+ tensors as float32) \.\.\.\n\1: done after \d+ s\n", capfd.readouterr().err
     )

@@ -34,7 +34,7 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """A sound checkpoint of two shards; the second holds a tensor more than the index names."""
+    """A sound checkpoint of two shards; the second holds a tensor more, "one", than the index names."""
     names = list(TENSORS)
     shards = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
     for shard, inside in shards.items():
@@ -83,11 +83,92 @@ def test_a_slice_is_that_part_of_the_tensor(weights: Path, name: str, index: tup
     assert (got.shape, got.dtype, got.tobytes()) == (want.shape, want.dtype, want.tobytes())
 
 
-def test_the_index_says_which_tensors_there_are_and_where(sharded: Path):
+def rewrite_index(folder: Path, **changes: object) -> None:
+    (folder / INDEX).write_text(json.dumps(json.loads((folder / INDEX).read_text()) | changes))
+
+
+def test_the_tensors_are_those_that_the_shards_of_an_index_hold(sharded: Path):
     checkpoint = Checkpoint.open(sharded)
-    assert checkpoint.names() == tuple(sorted(TENSORS.keys() - {"one"}))
+    assert checkpoint.names() == tuple(sorted(TENSORS))
+    assert [file.name for file in checkpoint.files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert checkpoint.file_of("layer.brain").name == "model-00002-of-00002.safetensors"
     np.testing.assert_array_equal(checkpoint.read("embed"), TENSORS["embed"])
+
+
+def test_a_tensor_that_neither_the_index_nor_the_model_knows_is_refused(sharded: Path):
+    known = {name: tensor.shape for name, tensor in TENSORS.items() if name != "one"}
+    with pytest.raises(CheckpointError, match="  1 unexpected: one\n"):
+        Checkpoint.open(sharded).check(known, ignore=lambda name: False)
+    Checkpoint.open(sharded).check(known | {"one": ()}, ignore=lambda name: False)
+
+
+COPIES = {
+    "same": (TENSORS["embed"], True),
+    "last number": (np.where(TENSORS["embed"] == 39, np.float32(40), TENSORS["embed"]), False),
+    "same in another type": (TENSORS["embed"].astype(ml_dtypes.bfloat16), True),
+    "other numbers in another type": (TENSORS["embed"].astype(np.float16) + np.float16(1), False),
+    "shape": (TENSORS["embed"].reshape(4, 10), False),
+}
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_tensor_in_two_shards_must_be_the_same(sharded: Path, monkeypatch, kind: str, piece: int):
+    monkeypatch.setattr("splash_jax.models.checkpoint._PIECE", piece)
+    copy, same = COPIES[kind]
+    second = sharded / "model-00002-of-00002.safetensors"
+    save_file(load_file(second) | {"embed": copy}, second)
+    if same:
+        np.testing.assert_array_equal(Checkpoint.open(sharded).read("embed"), TENSORS["embed"])
+    else:
+        assert refused(sharded) == (
+            f"{sharded}: tensor 'embed' is one thing in model-00001-of-00002.safetensors and another in"
+            " model-00002-of-00002.safetensors. Remove the wrong one, or download both files again."
+        )
+
+
+def test_a_single_file_beside_the_shards_of_an_index_is_refused(sharded: Path):
+    save_file(TENSORS, sharded / "model.safetensors")
+    assert refused(sharded) == (
+        f"{sharded}: model.safetensors is there, and so is {INDEX}, which names model-00001-of-00002.safetensors,"
+        " model-00002-of-00002.safetensors. Keep the weights that are the model's: remove model.safetensors, or the"
+        " index and its files."
+    )
+
+
+def test_a_single_file_beside_an_index_whose_shards_are_gone_is_read(sharded: Path, caplog):
+    for shard in sharded.glob("*-of-*"):
+        shard.unlink()
+    save_file(TENSORS, sharded / "model.safetensors")
+    assert Checkpoint.open(sharded).file_of("embed").name == "model.safetensors"
+    assert caplog.messages == [f"{sharded / INDEX}: none of the files it names is there; model.safetensors is read."]
+
+
+def test_an_index_of_the_single_file_is_compared_with_it(weights: Path):
+    index = weights.parent / INDEX
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}))
+    assert Checkpoint.open(weights.parent).names() == tuple(sorted(TENSORS))
+    rewrite_index(weights.parent, weight_map={"ghost": "model.safetensors"})
+    assert "tensor 'ghost' is not in it" in refused(weights.parent)
+
+
+def test_files_that_nobody_reads_are_named(weights: Path, caplog):
+    save_file({"a": np.zeros(1, np.float32)}, weights.with_name("adapter_model.safetensors"))
+    assert Checkpoint.open(weights.parent).names() == tuple(sorted(TENSORS))
+    assert caplog.messages == [f"{weights.parent}: not read, since no index names them: adapter_model.safetensors."]
+
+
+def test_a_total_size_that_is_wrong_is_said(sharded: Path, caplog):
+    total = sum(tensor.nbytes for tensor in TENSORS.values())
+    for right in (total, total - 4, None):  # with the tensor that the index does not name, and without
+        rewrite_index(sharded, metadata={"total_size": right})
+        Checkpoint.open(sharded)
+    rewrite_index(sharded, metadata=None)
+    Checkpoint.open(sharded)
+    assert not caplog.messages
+    rewrite_index(sharded, metadata={"total_size": 7})
+    Checkpoint.open(sharded)
+    assert caplog.messages == [f"{sharded / INDEX}: total_size is 7, and the tensors take {total - 4} bytes."]
 
 
 def test_a_lone_safetensors_file_of_another_name_will_do(weights: Path):
@@ -240,6 +321,7 @@ def test_no_directory_no_weights_or_no_index(tmp_path: Path):
         ("[]", "expected a JSON object, found list"),
         ("{}", "weight_map is missing or empty. Download or copy it again"),
         ('{"weight_map": {}}', "weight_map is missing or empty"),
+        ('{"weight_map": null}', "weight_map is missing or empty"),
         ('{"weight_map": ["a"]}', "weight_map is missing or empty"),
         ('{"weight_map": {"a": 1}}', "1 is not the name of a file beside it. Download or copy it again"),
         (

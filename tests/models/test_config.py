@@ -1,12 +1,14 @@
 """ModelConfig: both spellings of config.json, and a clear refusal of everything else."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from splash_jax.errors import CheckpointError, ConfigError
-from splash_jax.models.config import ModelConfig, read_model_config
+from splash_jax.models import config as config_module
+from splash_jax.models.config import ModelConfig, read_model_config, refuse_quantised, serving_dtype
 
 HF5 = {
     "model_type": "deepseek_v3",
@@ -162,9 +164,7 @@ def test_a_missing_key_is_named(key: str):
         ModelConfig.from_dict({k: v for k, v in HF5.items() if k != key}, "config.json")
 
 
-def test_missing_dtype_theta_and_factor_are_named():
-    with pytest.raises(ConfigError, match="key 'torch_dtype' is missing"):
-        read(LEGACY, torch_dtype=None)
+def test_missing_theta_and_factor_are_named():
     with pytest.raises(ConfigError, match="key 'rope_theta' is missing"):
         read(LEGACY, rope_theta=None)
     with pytest.raises(ConfigError, match=r"config.json: rope_scaling: key 'factor' is missing"):
@@ -202,8 +202,9 @@ def test_another_architecture_is_named_with_those_accepted():
         ("scoring_func", "softmax", "scoring_func is 'softmax'; supported: sigmoid"),
         ("topk_method", "greedy", "topk_method is 'greedy'; supported: noaux_tc"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'; supported: silu"),
-        ("dtype", "float16", "dtype is 'float16'; supported: float32, bfloat16"),
-        ("moe_layer_freq", 2, "moe_layer_freq is 2; only 1 is supported. Set it to 1"),
+        ("dtype", 16, "dtype is 16, expected text"),
+        ("moe_layer_freq", 2, r"moe_layer_freq is 2: dense and .* not supported. Serve another model\.$"),
+        ("moe_layer_freq", [0, 1, 1], r"moe_layer_freq is \[0, 1, 1\]: .* Serve another model\.$"),
         ("n_group", 3, "n_routed_experts 16 is not divisible by n_group 3. Correct it, or take"),
         ("topk_group", 5, "topk_group 5 is above n_group 4"),
         ("n_group", 16, "n_group 16 leaves one expert per group, but a group is scored by its best two"),
@@ -218,11 +219,8 @@ def test_another_architecture_is_named_with_those_accepted():
         ("mlp_layer_types", ["dense", "sparse"], "mlp_layer_types is .* expected 3 entries, all 'dense'"),
         ("mlp_layer_types", "dense", "mlp_layer_types is 'dense', expected 3 entries"),
         ("mlp_layer_types", ["dense"] * 3, "first_k_dense_replace is 1, expected 3, the number of 'dense'"),
-        (
-            "quantization_config",
-            {"quant_method": "fp8"},
-            "FP8 and other quantised .* Convert the weights to bfloat16",
-        ),
+        ("quantization_config", "fp8", "quantization_config is 'fp8', expected an object or null"),
+        ("quantization_config", {"quant_method": 8}, "quantization_config: quant_method is 8, expected text"),
         ("rope_parameters", "yarn", "rope_parameters is 'yarn', expected an object or null"),
         (
             "rope_scaling",
@@ -244,10 +242,10 @@ def test_wrong_values_are_refused(key: str, value: object, words: str):
         ({"type": ["yarn"]}, r"rope_scaling: type is \['yarn'\]; supported: default, yarn"),
         ({"factor": 0.5}, "the rope factor 0.5 is below 1"),
         ({"factor": "8"}, "rope_scaling: factor is '8', expected a finite number above 0"),
-        ({"beta_fast": 1}, "beta_fast 1.0 is not above beta_slow 1.0"),
+        ({"beta_fast": 1, "beta_slow": 1.5}, "beta_fast 1.0 is below beta_slow 1.5"),
         ({"rope_theta": 1}, "rope_theta 1.0 is not above 1"),
         ({"mscale": -1.0}, "mscale is -1.0, expected a finite number above 0"),
-        ({"attention_factor": 1.2}, "attention_factor 1.2 is not supported. Remove it"),
+        ({"attention_factor": 1.2}, r"attention_factor 1.2 is not supported. Serve another model\.$"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"truncate": False}, "truncate False is not supported"),
     ],
@@ -255,6 +253,86 @@ def test_wrong_values_are_refused(key: str, value: object, words: str):
 def test_wrong_rope_values_are_refused(changes: dict[str, object], words: str):
     with pytest.raises(ConfigError, match=words):
         read(LEGACY, rope_scaling={**YARN, **changes})
+
+
+def test_the_ends_of_a_yarn_ramp_may_be_equal():
+    rope = read(LEGACY, rope_scaling={**YARN, "beta_fast": 1.0, "beta_slow": 1.0}).rope
+    assert (rope.beta_fast, rope.beta_slow) == (1.0, 1.0)
+
+
+def test_a_dtype_is_needed_only_where_none_is_asked_for():
+    half, none = read(HF5, dtype="float16"), read(LEGACY, torch_dtype=None)
+    assert [serving_dtype(cfg, "bfloat16") for cfg in (half, none)] == ["bfloat16"] * 2
+    assert serving_dtype(read(HF5), "auto") == "float32"
+    with pytest.raises(ConfigError, match=r"config.json says dtype 'float16', and models are served in float32 or bf"):
+        serving_dtype(half, "auto")
+    with pytest.raises(ConfigError, match=r"config.json names no dtype, .* Ask for one of them with dtype\.$"):
+        serving_dtype(none, "auto")
+
+
+def test_quantised_weights_are_refused_where_they_are_opened_and_not_where_sizes_are_read():
+    for scheme, words in (({"quant_method": "fp8"}, "says fp8"), ({"quant_method": None}, "says no quant_method")):
+        cfg = read(HF5, quantization_config=scheme)
+        assert cfg.hidden_size == 64
+        with pytest.raises(ConfigError, match=f"{words}, and FP8 .* `splash plan`.* Convert the weights to bfloat16"):
+            refuse_quantised(cfg, Path("folder"))
+    refuse_quantised(read(HF5), Path("folder"))
+
+
+EXTRA = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "torch_dtype": "float32"}
+EXTRA |= {
+    "original_max_position_embeddings": 128,
+    "rope_theta": 20000,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+ROPE = {**YARN, "rope_type": "yarn", "rope_theta": 50000}
+ROPE |= {"attention_factor": None, "partial_rotary_factor": 1.0, "truncate": True}
+EVERY = HF5 | EXTRA | {"rope_parameters": ROPE, "rope_scaling": ROPE, "quantization_config": {"quant_method": "fp8"}}
+
+
+def outcome(config: dict[str, object]) -> object:
+    try:
+        return ModelConfig.from_dict(config, "config.json")
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("key", sorted(EVERY.keys() - {"q_lora_rank"}))
+def test_a_null_is_as_good_as_no_key(key: str):
+    for base in (EVERY, LEGACY, HF5):
+        assert outcome({**base, key: None}) == outcome({k: v for k, v in base.items() if k != key})
+
+
+@pytest.mark.parametrize("outer", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("key", sorted(ROPE))
+def test_a_null_in_the_rope_is_as_good_as_no_key(key: str, outer: str):
+    for more in ({}, {"original_max_position_embeddings": None, "rope_theta": None}):
+        base = {k: v for k, v in EVERY.items() if k not in ("rope_parameters", "rope_scaling")} | more
+        null, absent = ({**ROPE, key: None}, {k: v for k, v in ROPE.items() if k != key})
+        assert outcome({**base, outer: null}) == outcome({**base, outer: absent})
+    both = {**EVERY, "rope_parameters": absent, "rope_scaling": absent}
+    assert outcome({**EVERY, "rope_parameters": null, "rope_scaling": absent}) == outcome(both)
+
+
+def test_a_null_does_not_hide_the_context_before_the_extension():
+    cfg = read(LEGACY, original_max_position_embeddings=None)
+    assert (cfg.rope.original_max_position, cfg.max_position_embeddings) == (64, 512)
+
+
+def test_the_tests_of_nulls_know_every_key():
+    source = Path(config_module.__file__).read_text(encoding="utf-8")
+    asked = re.findall(r'\bf\.(?:values\.get|integer|number|boolean|one_of|token_ids|text|part)\(\s*"(\w+)"', source)
+    assert len(asked) > 30 and set(asked) <= EVERY.keys()
+    asked = re.findall(r'\br\.(?:values\.get|integer|number|boolean|one_of|text)\(\s*"(\w+)"', source)
+    assert len(asked) > 5 and set(asked) <= ROPE.keys()
+
+
+def test_a_null_query_rank_is_no_low_rank_and_none_at_all_is_refused():
+    assert read(HF5, q_lora_rank=None).q_lora_rank is None
+    with pytest.raises(
+        ConfigError, match=r"'q_lora_rank' is missing\. .* A null says that queries have no low rank\.$"
+    ):
+        ModelConfig.from_dict({k: v for k, v in HF5.items() if k != "q_lora_rank"}, "config.json")
 
 
 def write(path: Path, config: dict[str, object], generation: object = None) -> Path:
@@ -268,6 +346,10 @@ def test_end_tokens_of_the_generation_config_are_added_once(tmp_path: Path):
     assert read_model_config(write(tmp_path, HF5)) == read(HF5)
     both = read_model_config(write(tmp_path, HF5, {"eos_token_id": [9, 1]}))
     assert both == read(HF5, eos_token_id=[1, 9])
+
+
+def test_nulls_of_a_generation_config_count_as_missing(tmp_path: Path):
+    assert read_model_config(write(tmp_path, HF5, {"eos_token_id": None, "bos_token_id": None})) == read(HF5)
 
 
 def test_a_bad_generation_config_is_named(tmp_path: Path):

@@ -1,5 +1,7 @@
 """Streamed loading puts the file's own numbers, bit by bit, where each layout wants them; padding is zero."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 from splash_jax.engine.build import draw_up, open_checkpoint
 from splash_jax.engine.config import EngineConfig
-from splash_jax.errors import CheckpointError
+from splash_jax.errors import CheckpointError, ConfigError
 from splash_jax.layouts import ROLES, attention_mesh, make_layout, weight_spec
 from splash_jax.models.checkpoint import Checkpoint
 from splash_jax.models.config import ModelConfig, read_model_config
 from splash_jax.models.deepseek_v3_weights import model_leaves
-from splash_jax.models.load import leaf_bytes, load_tree
+from splash_jax.models.load import leaf_bytes, load_tree, open_weights
 from splash_jax.models.params import Leaf, in_blocks
 from tests.support import write_checkpoint
 
@@ -206,10 +208,69 @@ def test_what_does_not_fit_is_named_before_anything_is_read(uneven, tmp_path, mo
     assert str(folder) in str(error.value)
 
 
-def test_what_serving_does_not_need_may_be_there(uneven, tmp_path):
-    more = {
-        "model.layers.2.enorm.weight": np.ones(3, np.float32),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4),
-    }
-    folder = damaged(uneven, tmp_path / "more", lambda tensors: tensors.update(more))
-    open_checkpoint(draw_up(EngineConfig(model=folder, num_devices=3, max_model_len=64, skip_tokenizer_init=True)))
+MTP = {f"model.layers.2.{name}.weight": np.ones(3, np.float32) for name in ("enorm", "hnorm")}
+ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
+
+
+def with_config(folder: Path, **changes: Any) -> ModelConfig:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model_config(folder)
+
+
+def test_what_serving_does_not_need_may_be_there_and_is_listed_in_one_line(uneven, tmp_path, caplog):
+    folder = damaged(uneven, tmp_path / "more", lambda tensors: tensors.update(MTP | ROTARY))
+    cfg, checkpoint = with_config(folder, num_nextn_predict_layers=1), Checkpoint.open(folder)
+    with caplog.at_level(logging.INFO, "splash_jax"):
+        open_weights(cfg, folder)
+        open_weights(read_model_config(uneven), uneven)
+    count, size = len(checkpoint.names()), checkpoint.nbytes
+    assert caplog.messages == [
+        f"weights of {folder}: {count} tensors (float32, float64), {size} bytes in 1 file; ignored 3:"
+        " model.layers.0.self_attn.rotary_emb.inv_freq, model.layers.2.* (2).",
+        f"weights of {uneven}: {count - 3} tensors (float32), {size - 24 - 32} bytes in 1 file; all read.",
+    ]
+
+
+def test_promised_prediction_layers_may_be_absent(uneven, tmp_path):
+    folder = damaged(uneven, tmp_path / "fewer", lambda tensors: None)
+    open_weights(with_config(folder, num_nextn_predict_layers=1), folder)
+
+
+def test_layers_beyond_those_of_the_config_are_refused(uneven, tmp_path):
+    folder = damaged(uneven, tmp_path / "more", lambda tensors: tensors.update(MTP))
+    words = "hold layers 2, beyond num_hidden_layers 2 and num_nextn_predict_layers 0. Correct config.json"
+    with pytest.raises(CheckpointError, match=words):
+        open_weights(read_model_config(folder), folder)
+    with pytest.raises(CheckpointError, match="hold layers 1, 2, beyond num_hidden_layers 1 and num_nextn_predict_lay"):
+        open_weights(with_config(folder, num_hidden_layers=1), folder)
+
+
+HEADS = {
+    "the embedding": (lambda x: x, False),
+    "the embedding in another type": (lambda x: x.astype(np.float64), False),
+    "another number at its end": (lambda x: np.concatenate([x[:-1], x[-1:] + 1]), True),
+    "another shape": (lambda x: x[:3], True),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_said(tmp_path, caplog, head):
+    change, told = HEADS[head]
+    folder = damaged(
+        write_checkpoint(tmp_path / "tied", **PLAIN), tmp_path / "head",
+        lambda tensors: tensors.update({"lm_head.weight": change(tensors["model.embed_tokens.weight"])}),
+    )  # fmt: skip
+    open_weights(read_model_config(folder), folder)
+    words = (
+        "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight and is not read. Set"
+        " tie_word_embeddings to false if it is the head."
+    )
+    assert caplog.messages == ([f"{folder / 'config.json'}: {words}"] if told else [])
+
+
+def test_quantised_weights_are_not_opened(uneven, tmp_path, monkeypatch):
+    folder = damaged(uneven, tmp_path / "fp8", lambda tensors: None)
+    monkeypatch.setattr(Checkpoint, "open", lambda *_: pytest.fail("the weights were opened"))
+    with pytest.raises(ConfigError, match="quantization_config says fp8, and FP8 and other quantised weights cannot"):
+        open_weights(with_config(folder, quantization_config={"quant_method": "fp8"}), folder)

@@ -111,6 +111,21 @@ def test_deepseek_v3_ramps_from_pair_10_to_pair_23():
     np.testing.assert_allclose(ratio[16], 1 - 6 / 13 + 6 / 13 / 40, rtol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("context", "theta", "pair"), [(4096, 50000, 19.16), (4096, 10000, 22.51), (512, 10000, 15.28)]
+)
+def test_a_ramp_between_equal_turns_is_the_one_pair_around_them(context: int, theta: float, pair: float):
+    """Kimi-K2's rope has beta_fast = beta_slow = 1: floor and ceil of one place leave its two neighbours."""
+    rope = model(
+        rope_theta=theta, factor=32, original_max_position_embeddings=context, beta_fast=1.0, beta_slow=1.0
+    ).rope
+    place = 32 * math.log(context / (2 * math.pi)) / math.log(theta)  # the pair that turns once over the context
+    assert place == pytest.approx(pair, abs=0.01)
+    plain = [theta ** (-i / 32) for i in range(32)]
+    wanted = [freq if i <= place else freq / 32 for i, freq in enumerate(plain)]
+    np.testing.assert_allclose(inv_freq(rope, 64), wanted, rtol=1e-13)
+
+
 def test_a_ramp_without_width_is_a_step():
     # At theta 1e9 both ends of the ramp fall on pair 0 for a tiny original context.
     rope = model(rope_theta=1e9, factor=8, original_max_position_embeddings=6, beta_fast=1.0, beta_slow=0.96).rope

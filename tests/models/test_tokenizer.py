@@ -90,7 +90,7 @@ def test_text_survives_the_way_there_and_back(tokenizer: Tokenizer, text: str):
 
 def test_properties_and_special_tokens(tokenizer: Tokenizer):
     assert tokenizer.eos_token_id == 1
-    assert tokenizer.vocab_size == byte_level().get_vocab_size()
+    assert tokenizer.vocab_size == tokenizer.largest_id + 1 == byte_level().get_vocab_size()
     think = tokenizer.encode("<think>")
     ids = [0, *think, *tokenizer.encode("hello"), 1]
     assert tokenizer.decode(ids) == "<think>hello"
@@ -111,6 +111,116 @@ def test_a_tokenizer_that_asks_for_a_start_token_gets_it(tmp_path: Path, kind: s
     assert asking.encode("hello") == [0, *plain.encode("hello")]
     chat = [{"role": "user", "content": "hello"}]
     assert asking.apply_chat_template(chat) == plain.apply_chat_template(chat)
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "LlamaTokenizer", "TokenizerOfNoLibrary"])
+def test_the_tokenizer_is_its_file_whatever_class_is_named(tmp_path: Path, kind: str):
+    opened = save(byte_level(), tmp_path, **SETTINGS | {"tokenizer_class": kind})
+    assert [opened.encode(text) for text in TEXTS] == [byte_level().encode(text).ids for text in TEXTS]
+
+
+def test_a_tokenizer_that_splits_otherwise_than_its_file_is_refused(tmp_path: Path, monkeypatch):
+    """LlamaTokenizer builds its own splitting from the vocabulary of a file, and so loses every space."""
+    from transformers import LlamaTokenizer
+
+    save(byte_level(), tmp_path, **SETTINGS)
+    loader = "splash_jax.models.tokenizer._load"
+    monkeypatch.setattr(loader, lambda path, whole: LlamaTokenizer.from_pretrained(str(path), local_files_only=True))
+    words = (
+        r"tokenizer.json: transformers [\d.]+ makes LlamaTokenizer of it, with \[.*\] and .* where the file itself has"
+    )
+    with pytest.raises(CheckpointError, match=rf"{words} \[.*\] and \"It's 3.* Install the transformers"):
+        Tokenizer.open(tmp_path)
+
+
+def test_a_tokenizer_that_joins_otherwise_than_its_file_is_refused(tmp_path: Path, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    opened = save(byte_level(), tmp_path, **SETTINGS)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *_, **__: "It's3words")
+    with pytest.raises(CheckpointError, match=r"and \"It's3words\" where the file itself has"):
+        Tokenizer.open(tmp_path)
+    assert opened.encode("hello")
+
+
+def test_a_file_that_cuts_and_pads_is_compared_without_that(tmp_path: Path):
+    built = byte_level()
+    built.enable_truncation(2)
+    built.enable_padding(length=99)
+    assert save(built, tmp_path, **SETTINGS).encode(TEXTS[4]) == byte_level().encode(TEXTS[4]).ids
+
+
+CONFIGS = {
+    "unknown with yarn": {"model_type": "kimi_k2", "rope_scaling": {"type": "yarn", "factor": 32, "beta_fast": 1.0}},
+    "unknown with code": {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_kimi.KimiConfig"}},
+    "known and contradictory": {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn"}, "hidden_size": "x"},
+    "nulls": {"model_type": None, "rope_scaling": None, "tokenizer_class": None, "architectures": None},
+    "another class": {"model_type": "llama", "tokenizer_class": "LlamaTokenizerFast"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_models_config_has_no_say(tmp_path: Path, name: str):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    opened = save(byte_level(), tmp_path, **SETTINGS)
+    assert (opened.encode(TEXTS[4]), opened.eos_token_id) == (byte_level().encode(TEXTS[4]).ids, 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_models_config_has_no_say_in_a_vocabulary_either(tmp_path: Path, name: str):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    byte_level().model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    opened = Tokenizer.open(tmp_path)
+    assert opened.decode(opened.encode("hello world")) == "hello world"
+
+
+CODE = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+
+
+def test_code_of_the_checkpoint_is_not_run(tmp_path: Path):
+    assert save(byte_level(), tmp_path, **SETTINGS, **CODE).encode("hello")
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tiktoken.model")
+    with pytest.raises(
+        CheckpointError, match=r"auto_map names code .* never run. Convert the tokenizer to tokenizer.j"
+    ):
+        Tokenizer.open(tmp_path)
+
+
+KEYS = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens", "extra_special_tokens"),
+    *("tokenizer_class", "chat_template", "added_tokens_decoder", "init_inputs", "fast_tokenizer_files", "auto_map"),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "sp_model_kwargs", "model_max_length"),
+    *("padding_side", "truncation_side", "model_input_names", "split_special_tokens", "clean_up_tokenization_spaces"),
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_null_among_the_settings_is_as_good_as_no_key(tmp_path: Path, key: str):
+    settings: dict[str, object] = {**SETTINGS, "chat_template": CHAT, "add_bos_token": True}
+    absent, null = tmp_path / "absent", tmp_path / "null"
+    for folder in (absent, null):
+        folder.mkdir()
+    one = save(byte_level(), absent, **{k: v for k, v in settings.items() if k != key})
+    other = save(byte_level(), null, **settings | {key: None})
+    assert one.encode("hello <think> world") == other.encode("hello <think> world")
+    assert (one.eos_token_id, one.skipped_ids, one.largest_id) == (
+        other.eos_token_id,
+        other.skipped_ids,
+        other.largest_id,
+    )
+    chat = [{"role": "user", "content": "hello"}]
+    if key == "chat_template":
+        with pytest.raises(RequestError, match="no chat template"):
+            other.apply_chat_template(chat)
+    else:
+        assert one.apply_chat_template(chat) == other.apply_chat_template(chat)
+
+
+def test_files_beside_settings_with_nulls_are_taken_along(tmp_path: Path):
+    (tmp_path / "chat_template.jinja").write_text("[{{ messages[0].content }}]")
+    opened = save(byte_level(), tmp_path, **SETTINGS, padding_side=None)
+    assert opened.decode(opened.apply_chat_template([{"role": "user", "content": "hello"}])) == "[hello]"
 
 
 def test_a_chat_becomes_tokens_of_its_template(tokenizer: Tokenizer):

@@ -134,8 +134,8 @@ OPS = {
     ),
 }  # fmt: skip
 
-# What stands in the table behind the pages that a row sees, and lengths where tables have room for 12 tokens; where pages
-# are longer, as many pages.
+# What stands in the table behind the pages that a row sees; and lengths where tables have room for 12 tokens, of longer
+# pages as many pages.
 BEHIND = {"the end's": P, "any": 2**30, "-1": -1, "the least": LEAST, "the last page": P - 1}
 LENGTHS = {
     "ragged": [5, 12, 0, 1],

@@ -64,6 +64,8 @@ class SwitchModel:
         moves beside whole steps, most of which run in the source.
         """
         model, hardware, layouts = self.steps.model, self.steps.hardware, self.steps.layouts
+        if src not in layouts:
+            raise ValueError(f"a switch from {src} is not quoted among {', '.join(map(str, layouts))}: name it, too.")
         live = np.bincount(load.home, load.context - load.new_rows, self.steps.ranks)  # before the step adds its rows
         compute = dict(zip(layouts, self.steps.layer_seconds(load).tolist(), strict=True))
         shared = hardware.ranks_share_device

@@ -26,7 +26,7 @@ test: $(FULL) ## the fast tests
 test-slow: $(FULL) ## the slow tests
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow || [ $$? -eq 5 ] # 5: there are none
 
-test-b200: $(FULL) ## the slow tests of kernels that need JAX 0.11, and so Python 3.12: B200's, and interpreted Mosaic GPU
+test-b200: $(FULL) ## the slow tests of kernels that need JAX 0.12, and so Python 3.12: B200's, and interpreted Mosaic GPU
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow -k "b200 or blackwell or makes_bf16 or race" tests/kernels
 	@$(TEST_ENV) $(BIN)/python -m pytest -m slow -k stands_on_wgmma tests/kernels/test_mla_decode_compiled.py # JAX 0.12 compiles Mosaic for one chip a process
 

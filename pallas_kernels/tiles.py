@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.launch import refuse_sizes, triton_call
 from pallas_kernels.mla_decode.triton import Part, merge, scaled
 from pallas_kernels.mla_decode.work import WAVES, Work, split_work
 
@@ -58,13 +59,6 @@ class TileConfig:
         return Work(items=items, first=first, turns=turns, block=self.block_tokens, workers=self.workers)
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    """Refuse widths and blocks that Triton's arrays and products cannot have."""
-    for name, size in sizes.items():
-        if size < 16 or size & (size - 1):
-            raise NotImplementedError(f"Triton arrays are powers of two from 16: the {name} is {size}.")
-
-
 def attend_tiles(
     q_TGND: jax.Array,
     pools: tuple[jax.Array, ...],
@@ -88,7 +82,9 @@ def attend_tiles(
       widths, value_widths: of the parts that `read` gives keys and values in.
 
     Returns f32[T, G, N, V] and its log-sum-exp, base e, f32[T, G, N]; (0, -inf) for lines that see nothing.
+    Refuses blocks as `refuse_sizes` does.
     """
+    refuse_sizes({"block of lines": config.block_lines, "block of tokens": config.block_tokens})
     T, G, N, D = q_TGND.shape
     M, value_width = config.block_lines, sum(value_widths)
     padded = -(-N // M) * M
@@ -104,11 +100,12 @@ def attend_tiles(
         _kernel, read=read, widths=widths, value_widths=value_widths, heads=N // seen.shape[1], lines=N,
         page_size=pools[0].shape[1], config=config, pools=len(pools),
     )  # fmt: skip
-    found = pl.pallas_call(
+    found = triton_call(
         kernel,
         grid=(G * padded // M, count),  # the blocks of lines of a tile run side by side and share its keys in L2
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        compiler_params=pltriton.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        warps=config.warps,
+        stages=config.stages,
         interpret=interpret,
         name=name,
     )(work.items, pages, seen, q, *pools)

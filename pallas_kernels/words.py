@@ -18,18 +18,19 @@ def as_lines(x: jax.Array, *, lead: int = 1, word: int = 0) -> jax.Array:
 
     `word` is their size in bytes; 0 takes the widest that divides a line.
     """
-    flat = x.reshape(*x.shape[:lead], -1)
-    size = word or word_bytes(flat.shape[-1] * x.dtype.itemsize)
+    front, width = x.shape[:lead], math.prod(x.shape[lead:])
+    size = word or word_bytes(width * x.dtype.itemsize)
+    words = width * x.dtype.itemsize // size
     if size <= x.dtype.itemsize:  # a wide element is several words
-        return jax.lax.bitcast_convert_type(flat, WORDS[size]).reshape(*x.shape[:lead], -1)
-    return jax.lax.bitcast_convert_type(flat.reshape(*x.shape[:lead], -1, size // x.dtype.itemsize), WORDS[size])
+        return jax.lax.bitcast_convert_type(x.reshape(*front, width), WORDS[size]).reshape(*front, words)
+    return jax.lax.bitcast_convert_type(x.reshape(*front, words, size // x.dtype.itemsize), WORDS[size])
 
 
 def from_lines(lines: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """The inverse of `as_lines`: words as elements of `dtype`, in `shape`."""
     size, width = lines.dtype.itemsize, jnp.dtype(dtype).itemsize
     if width > size:
-        lines = lines.reshape(*lines.shape[:-1], -1, width // size)
+        lines = lines.reshape(*lines.shape[:-1], lines.shape[-1] * size // width, width // size)
     if math.prod(shape) * width != lines.size * size:
         raise ValueError(f"{lines.size * size} bytes are no array {shape} of {jnp.dtype(dtype).name}.")
     return jax.lax.bitcast_convert_type(lines, dtype).reshape(shape)

@@ -13,24 +13,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.launch import triton_call
+
 TILE = 4096  # words of the widest part that a program copies: 32 per thread
 
 
 def pack(parts: tuple[jax.Array, ...], rows: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Words [S, h, sum of widths]: place s holds row rows[s] of all parts [N, h, width], side by side; 0 for row -1."""
+    """Words [S, h, sum of widths]: place s holds row rows[s] of all parts [N, h, width], side by side; 0 for no row."""
     heads, width = parts[0].shape[1], sum(part.shape[2] for part in parts)
-    if max(rows.shape[0], parts[0].shape[0]) * heads * width >= 2**31:
-        raise NotImplementedError(f"the kernel counts words in 32 bits: {rows.shape[0]} rows of {heads} x {width}.")
     widest = max(_padded(part.shape[2]) for part in parts)
     tile = min(_padded(heads), max(1, TILE // widest))
-    return pl.pallas_call(
+    (packed,) = triton_call(
         functools.partial(_pack_kernel, tile=tile),
         grid=(rows.shape[0], pl.cdiv(heads, tile)),
-        out_shape=jax.ShapeDtypeStruct((rows.shape[0], heads, width), parts[0].dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        out_shape=[jax.ShapeDtypeStruct((rows.shape[0], heads, width), parts[0].dtype)],
+        warps=4,
+        stages=1,
         interpret=interpret,
         name="dop_pack",
     )(rows, *parts)
+    return packed
 
 
 def _padded(size: int) -> int:
@@ -41,7 +43,8 @@ def _pack_kernel(rows: Any, *refs: Any, tile: int) -> None:
     *parts, out = refs
     place = pl.program_id(0)
     row = rows[place]
-    source = jnp.maximum(row, 0)
+    here = (row >= 0) & (row < parts[0].shape[0])
+    source = jnp.where(here, row, 0)
     first = 0
     for part in parts:
         width = part.shape[2]
@@ -49,6 +52,6 @@ def _pack_kernel(rows: Any, *refs: Any, tile: int) -> None:
         head = pl.program_id(1) * tile + lax.broadcasted_iota(jnp.int32, shape, 0)
         word = lax.broadcasted_iota(jnp.int32, shape, 1)
         mine = (head < part.shape[1]) & (word < width)
-        taken = pltriton.load(part.at[source, head, word], mask=mine & (row >= 0), other=jnp.zeros((), part.dtype))
+        taken = pltriton.load(part.at[source, head, word], mask=mine & here, other=jnp.zeros((), part.dtype))
         pltriton.store(out.at[place, head, first + word], taken, mask=mine)
         first += width

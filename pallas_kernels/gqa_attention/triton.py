@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.launch import refuse_sizes
 from pallas_kernels.mla_decode.triton import load_rows
-from pallas_kernels.tiles import Part, TileConfig, attend_tiles, check_sizes
+from pallas_kernels.tiles import Part, TileConfig, attend_tiles
 
 
 def attend(
@@ -19,9 +20,9 @@ def attend(
     config: TileConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.gqa_attention`. Refuses head widths that are no powers of two of at least 16."""
+    """See `api.gqa_attention`. Refuses head widths as `refuse_sizes` does."""
     (R, H, D), (P, K, G, V), T = q.shape, values.shape, pages.shape[0]
-    check_sizes({"key width": D, "value width": V, "block of lines": config.block_lines})
+    refuse_sizes({"key width": D, "value width": V})
     pools = (keys.reshape(P, K, G * D), values.reshape(P, K, G * V))
 
     def read(refs: list[Any], group: Any, page: Any, slot: Any, some: Any) -> Any:

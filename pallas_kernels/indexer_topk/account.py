@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.formats import fp8_row_bytes
 from pallas_kernels.mla_decode.account import FLOATS_PER_CLOCK, LATENCY_S, RATE, Account
-from pallas_kernels.mla_decode.formats import fp8_row_bytes
 from pallas_kernels.sparse_mla.account import L2_BYTES_PER_CLOCK
 
 CONVERSIONS_PER_CLOCK = 64  # of one SM, two FP8 numbers each

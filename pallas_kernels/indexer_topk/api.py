@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_pages, check_queries, check_stored, indices, within_table
 from pallas_kernels.chip import known_chip, target_chip
+from pallas_kernels.formats import FP8_MAX, is_fp8
 from pallas_kernels.indexer_topk import ref, topk, triton
 from pallas_kernels.indexer_topk.topk import SelectConfig
 from pallas_kernels.indexer_topk.triton import LogitsConfig, TritonConfig
-from pallas_kernels.mla_decode.formats import FP8_MAX, fp8_row_bytes, is_fp8
 from pallas_kernels.select import run_first
 from pallas_kernels.tuning import entry_for
 
@@ -56,6 +57,7 @@ def indexer_topk(
     Returns i32[R, k]: positions in ascending order, -1 behind them where a row sees fewer than k tokens.
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
+    pages, lengths = indices(pages=pages, lengths=lengths)
     _check(q, weights, pool, pages, lengths, k)
     target = target_chip(chip)
 
@@ -65,7 +67,7 @@ def indexer_topk(
 
     implementations = {"triton": by_triton, "ref": lambda *args: ref.choose(*args, k=k)}
     order = ("ref",) if target is None else ("triton", "ref")
-    lengths = jnp.clip(lengths, 0, pages.shape[1] * pool.shape[1])
+    lengths = within_table(lengths, pool, pages)
     return run_first("indexer_topk", implementations, order, backend)(q, weights, pool, pages, lengths)
 
 
@@ -80,8 +82,9 @@ def top_k(
 ) -> jax.Array:
     """Columns of the k largest of the first `lengths` of each row of f32[R, N]: i32[R, k], ascending, -1 behind them.
 
-    Of equal ones the first; -0.0 equals 0.0. NaN, which no logit may be, is taken by "ref" and never by "triton".
+    Of equal ones the first; -0.0 equals 0.0. NaN is never taken. Columns are of `lengths` 0 to N: cut to that.
     """
+    (lengths,) = indices(lengths=lengths)
     if logits.ndim != 2 or lengths.shape != logits.shape[:1] or logits.dtype != jnp.float32 or k < 1:
         raise ValueError(
             f"k = {k} of {logits.dtype}{list(logits.shape)} with lengths {list(lengths.shape)}: give k >= 1, "
@@ -112,13 +115,13 @@ def config_for(chip: str, rows: str, heads: int) -> TritonConfig:
 
 
 def _check(q: jax.Array, weights: jax.Array, pool: jax.Array, pages: jax.Array, lengths: jax.Array, k: int) -> None:
-    (R, J, C), width, S = q.shape, pool.shape[-1], pages.shape[0]
-    wanted = fp8_row_bytes(C, 0) if is_fp8(pool) else C
-    if width != wanted:
-        raise ValueError(f"index heads of {C} columns need {pool.dtype} keys of {wanted}, but the pool's have {width}.")
+    (R, J, C), S = q.shape, pages.shape[0]
+    check_queries(R, J)
+    check_stored("index heads", "keys", pool, C, C)
     if weights.shape != (R, J) or lengths.shape != (R,):
         raise ValueError(f"{R} rows of {J} heads, but weights {weights.shape} and lengths {lengths.shape}.")
     if S == 0 or R % S:
         raise ValueError(f"{R} query rows are no equal shares of {S} sequences with pages: pad every tile to one size.")
+    check_pages(pool, pages)
     if k < 1:
         raise ValueError(f"the indexer selects k = {k} tokens: give at least 1.")

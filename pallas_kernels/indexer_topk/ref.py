@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla_decode.formats import is_fp8, unpack_fp8
+from pallas_kernels.formats import is_fp8, unpack_fp8
+
+NO_SIGN, NOT_THERE = 2**31 - 1, -(2**31)
 
 
 def choose(
@@ -32,9 +34,11 @@ def top_k(logits: jax.Array, lengths: jax.Array, *, k: int) -> jax.Array:
     """See `api.top_k`."""
     N = logits.shape[1]
     column = jnp.arange(N, dtype=jnp.int32)[None]
-    seen = jnp.where(column < lengths[:, None], logits, -jnp.inf)
-    seen = jnp.where(seen == 0, 0.0, seen)  # -0.0 is no less than 0.0
-    _, found = jax.lax.top_k(jnp.pad(seen, ((0, 0), (0, max(0, k - N))), constant_values=-jnp.inf), k)
-    there = jnp.arange(k)[None] < jnp.minimum(lengths, k)[:, None]
+    there_RN = (column < lengths[:, None]) & ~jnp.isnan(logits)
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)  # -0.0 is no less than 0.0
+    # Whole numbers in the floats' order: below that of -inf there is room for what is not there.
+    image = jnp.where(there_RN, bits ^ ((bits >> 31) & NO_SIGN), NOT_THERE)
+    _, found = jax.lax.top_k(jnp.pad(image, ((0, 0), (0, max(0, k - N))), constant_values=NOT_THERE), k)
+    there = jnp.arange(k)[None] < jnp.minimum(there_RN.sum(1, dtype=jnp.int32), k)[:, None]
     ascending = jnp.sort(jnp.where(there, found.astype(jnp.int32), jnp.iinfo(jnp.int32).max), 1)
     return jnp.where(there, ascending, -1)

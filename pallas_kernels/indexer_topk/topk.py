@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.launch import triton_call
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 MINUS_INF = -0x7F800001  # the image of -inf: below it are NaNs
 MAX_BLOCK = 16384  # two ranks of a block share an int32
@@ -38,7 +40,9 @@ def top_k(logits: jax.Array, lengths: jax.Array, *, k: int, config: SelectConfig
     """See `api.top_k`. Refuses blocks that are no power of two or larger than MAX_BLOCK."""
     if config.block & (config.block - 1) or not 0 < config.block <= MAX_BLOCK:
         raise NotImplementedError(f"a block is a power of two of at most {MAX_BLOCK} elements, not {config.block}.")
-    N = logits.shape[1]
+    R, N = logits.shape
+    if not N:
+        return jnp.full((R, k), -1, jnp.int32)
     chunk = max(config.chunk, 2 * k)
     run = functools.partial(_select, k=k, block=config.block, warps=config.warps, interpret=interpret)
     if chunk >= N:
@@ -72,11 +76,12 @@ def _select(
     chunks = -(-N // chunk)
     shape = (R, chunks * k)
     kernel = functools.partial(_select_kernel, k=k, block=block, chunk=chunk, given=positions is not None)
-    return pl.pallas_call(
+    return triton_call(
         kernel,
         grid=(chunks, R),
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)[: 1 + keep]],
-        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=2),
+        warps=warps,
+        stages=2,
         interpret=interpret,
         name="indexer_topk_merge" if positions is not None else "indexer_topk_select",
     )(sizes, present, values, *(() if positions is None else (positions,)))

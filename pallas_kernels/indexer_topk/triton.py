@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.formats import GROUP, fp8_views, is_fp8
 from pallas_kernels.indexer_topk.topk import SelectConfig, top_k
-from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
-from pallas_kernels.mla_decode.triton import load_rows, refuse_wide
+from pallas_kernels.launch import refuse_sizes, refuse_stored, triton_call
+from pallas_kernels.mla_decode.triton import load_rows
 
 
 @final
@@ -70,22 +71,19 @@ def logits(
 ) -> jax.Array:
     """f32[R, W * K] of the first `lengths` tokens of each row; what stands behind them means nothing.
 
-    Refuses widths that are no powers of two from 16, FP8 keys of more than one scale, queries stored otherwise than
-    keys, and float32 outside interpret mode.
+    Refuses widths as `refuse_sizes` does and keys as `refuse_stored`, FP8 keys of more than one scale, and queries
+    stored otherwise than keys.
     """
     (R, J, C), (S, W), page_size = q.shape, pages.shape, pool.shape[1]
-    if C < 16 or C & (C - 1):
-        raise NotImplementedError(f"Triton arrays are powers of two from 16: the index heads' width is {C}.")
+    refuse_sizes({"index heads' width": C, "block of tokens": config.block_tokens})
     if is_fp8(pool) and GROUP != C:
         raise NotImplementedError(f"FP8 keys with one scale are {GROUP} wide, not {C}: several leave no common factor.")
     if q.dtype != (jnp.float8_e4m3fn if is_fp8(pool) else pool.dtype):
         raise NotImplementedError(
             f"{q.dtype} queries with {'FP8' if is_fp8(pool) else pool.dtype} keys: store both alike."
         )
-    if pool.dtype == jnp.float32 and not interpret:
-        raise NotImplementedError("float32 keys do not fit in shared memory: give BF16 or FP8 keys.")
+    refuse_stored("keys", pool.dtype, interpret=interpret)
     pools = tuple(fp8_views(pool)[:2]) if is_fp8(pool) else (pool,)
-    refuse_wide(*pools)
     if is_fp8(pool) and not config.fp8_products:
         q = q.astype(jnp.float16)
     heads = max(16, 1 << (J - 1).bit_length())
@@ -94,14 +92,16 @@ def logits(
     rows, tile = math.gcd(config.rows, R // S), R // S
     tokens = W * page_size
     kernel = functools.partial(_logits_kernel, page_size=page_size, rows=rows, tile=tile, config=config)
-    return pl.pallas_call(
+    (found,) = triton_call(
         kernel,
         grid=(R // rows, pl.cdiv(tokens, config.block_tokens * config.blocks)),  # rows of a sequence side by side
-        out_shape=jax.ShapeDtypeStruct((R, tokens), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        out_shape=[jax.ShapeDtypeStruct((R, tokens), jnp.float32)],
+        warps=config.warps,
+        stages=config.stages,
         interpret=interpret,
         name="indexer_topk_logits",
     )(lengths, pages, q, weights, *pools)
+    return found
 
 
 def _logits_kernel(

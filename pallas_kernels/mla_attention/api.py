@@ -7,6 +7,8 @@ from functools import partial
 
 import jax
 
+from pallas_kernels.checks import check_latents, check_pages, check_queries, indices, within_table
+from pallas_kernels.formats import is_fp8
 from pallas_kernels.mla_attention import gpu, ref, xla
 from pallas_kernels.mla_attention.heads import HeadWeights, absorb, unabsorb
 from pallas_kernels.mla_attention.table import PageTable
@@ -49,19 +51,36 @@ def mla_attention(
 
     Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; with `heads` its values, as wide as `w_uv` makes them.
     (0, -inf) for a row that sees nothing here.
+    Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
+    positions, pages, held, lag = indices(positions=positions, pages=table.pages, held=table.held, lag=table.lag)
     if backend not in IMPLEMENTATIONS:
         raise ValueError(f"mla_attention has no backend {backend!r}; it has: {', '.join(IMPLEMENTATIONS)}.")
+    columns = q.shape[2]
     if heads is not None:
         (H, C, N), rotary = heads.w_uk.shape, pool.shape[-1] - value_width
-        if heads.w_uv.shape[::2] != (H, C) or (H, C, N + rotary) != (q.shape[1], value_width, q.shape[2]):
+        columns += value_width - N
+        other = not is_fp8(pool) and N + rotary != q.shape[2]
+        if other or heads.w_uv.shape[::2] != (H, C) or (q.shape[1], value_width) != (H, C):
             raise ValueError(
                 f"queries {list(q.shape)} over {value_width} latent and {rotary} rotary columns do not go with w_uk "
                 f"{list(heads.w_uk.shape)} and w_uv {list(heads.w_uv.shape)}."
             )
     if backend != "xla":  # which reads a few pages at a time, and so turns no more than these to numbers
         pool = xla.as_numbers(pool, q.dtype)
-    rows, seqs = q.shape[0], table.pages.shape[0]
+    rows, seqs = q.shape[0], pages.shape[0]
+    check_queries(rows, q.shape[1])
+    check_pages(pool, pages)
+    numbers = jax.eval_shape(lambda words: xla.as_numbers(words, q.dtype), pool)
+    check_latents(numbers, columns, value_width)
+    if positions.shape != (rows,) or held.shape != (seqs,) or lag.shape != (seqs,):
+        raise ValueError(
+            f"{rows} rows and {seqs} sequences, but {list(positions.shape)} positions, {list(held.shape)} lengths and "
+            f"{list(lag.shape)} lags."
+        )
+    if shares < 1 or interleave < 1:
+        raise ValueError(f"positions are dealt out over {shares} shares in runs of {interleave}: give both 1 or more.")
+    table = PageTable(pages, within_table(held, pool, pages), lag)
     tiles = (rows - seqs) // (tile - 1) if tile > 1 else 0
     if rows != seqs - tiles + tiles * tile:
         raise ValueError(f"{rows} rows and {seqs} sequences do not split into tiles of {tile} rows.")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pallas_kernels.mla_decode as kernels
 import pallas_kernels.mla_prefill as prefill
 from pallas_kernels.chip import target_chip
+from pallas_kernels.formats import is_fp8
 from pallas_kernels.mla_attention import xla
 from pallas_kernels.mla_attention.heads import HeadWeights, absorb, unabsorb
 from pallas_kernels.mla_attention.table import PageTable
-from pallas_kernels.mla_decode.formats import is_fp8
 from pallas_kernels.mla_decode.work import Work
 from pallas_kernels.mla_prefill.account import Call, tiles_or_rows
 

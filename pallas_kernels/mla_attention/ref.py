@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import refuse_fp8
 from pallas_kernels.mla_attention.table import PageTable
 
 
@@ -19,6 +20,7 @@ def attend(
     interleave: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.mla_attention`."""
+    refuse_fp8("ref", pool)
     tiles = table.pages.shape[0] - decode
     seq = jnp.concatenate([jnp.arange(decode), decode + jnp.repeat(jnp.arange(tiles), tile)]).astype(jnp.int32)
     local = jnp.arange(table.pages.shape[1] * pool.shape[1])[None]

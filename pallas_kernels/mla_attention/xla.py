@@ -7,6 +7,7 @@ serves every context length and a short request does not pay for a long one.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import refuse_fp8
 from pallas_kernels.mla_attention.table import PageTable
 
 BLOCK_TOKENS = 128
@@ -29,6 +30,7 @@ def attend(
     interleave: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.mla_attention`."""
+    refuse_fp8("xla", pool)
     tiles = table.pages.shape[0] - decode
     outs, lses = [], []
     for seqs, rows, first_seq, first_row in ((decode, 1, 0, 0), (tiles, tile, decode, decode)):

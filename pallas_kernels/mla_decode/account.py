@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from pallas_kernels.chip import CHIPS
-from pallas_kernels.mla_decode.formats import fp8_row_bytes
+from pallas_kernels.formats import fp8_row_bytes
 from pallas_kernels.mla_decode.fp8_rows import BLOCKS_AHEAD
 from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS
 

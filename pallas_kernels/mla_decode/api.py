@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.checks import check_latents, check_pages, check_queries, indices, within_table
 from pallas_kernels.chip import CHIPS, known_chip, target_chip
+from pallas_kernels.formats import is_fp8
 from pallas_kernels.mla_decode import blackwell, hopper, ref, triton
-from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_decode.tuning import CONFIGS, config_for
 from pallas_kernels.mla_decode.work import Work
 from pallas_kernels.select import run_first
@@ -42,8 +43,8 @@ def mla_decode(
       q: [B, H, D], absorbed and scaled.
       pool: [P, K, D], rows whose first V columns are the values too; or u8[P, K, bytes], FP8 rows as `pack_fp8` makes
         them (656 bytes for 512 + 64). Pages and slots beyond `held` are never read as numbers: they may hold NaN.
-      pages: i32[B, W]: token t of row b lies in page pages[b, t // K], slot t % K.
-      held: i32[B]: tokens of each row; 0 for padding.
+      pages: i32[B, W]: token t of row b lies in page pages[b, t // K], slot t % K. Beyond `held` any number may stand.
+      held: i32[B]: tokens of each row, W * K at most; 0 or less for padding.
       value_width: V.
       backend: one of IMPLEMENTATIONS; None takes the first of `order_of` that accepts.
       chip: a key of CHIPS that the program is compiled for; None is the default device's. "ref" where that is none.
@@ -56,7 +57,9 @@ def mla_decode(
     Returns f32[B, H, V] and its log-sum-exp, base e, f32[B, H]; (0, -inf) for a row that holds nothing.
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
+    pages, held = indices(pages=pages, held=held)
     _check(q, pool, pages, held, value_width)
+    held = within_table(held, pool, pages)
     if work is not None and work.first.shape[0] != q.shape[0] + 1:
         raise ValueError(f"work was cut for {work.first.shape[0] - 1} rows, but there are {q.shape[0]} queries.")
     target = target_chip(chip)
@@ -133,13 +136,9 @@ def _rows(pool: jax.Array) -> str:
 
 
 def _check(q: jax.Array, pool: jax.Array, pages: jax.Array, held: jax.Array, value_width: int) -> None:
-    (B, H, D), width = q.shape, pool.shape[-1]
-    if not B or not H:
-        raise ValueError(f"there is nothing to attend from: {B} query rows of {H} heads.")
-    if not 0 < value_width < D:
-        raise ValueError(f"the latent width {value_width} is not inside the row of {D} columns.")
-    wanted = fp8_row_bytes(value_width, D - value_width) if is_fp8(pool) else D
-    if width != wanted:
-        raise ValueError(f"queries of {D} columns need {pool.dtype} rows of {wanted}, but the pool's have {width}.")
+    B, H, D = q.shape
+    check_queries(B, H)
+    check_latents(pool, D, value_width)
+    check_pages(pool, pages)
     if pages.shape[0] != B or held.shape != (B,):
         raise ValueError(f"{B} query rows, but pages of {pages.shape[0]} and lengths of {held.shape[0]} rows.")

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats import GROUP, fp8_views, is_fp8
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.blackwell_kernel import HALVES, HEADS, WARPGROUPS, attend
-from pallas_kernels.mla_decode.formats import GROUP, fp8_views, is_fp8
 from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages, refuse_rows
 from pallas_kernels.mla_decode.work import Cut, Work, split_evenly
 
@@ -71,7 +71,7 @@ def decode(
     work: Work | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.mla_decode`. Refuses what tcgen05, tensor memory and TMA cannot take, and interpret mode before 0.11."""
+    """See `api.mla_decode`. Refuses what tcgen05, tensor memory and TMA cannot take, and interpret mode before 0.12."""
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
     fp8 = is_fp8(pool)

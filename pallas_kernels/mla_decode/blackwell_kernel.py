@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats import Fp8Views
 from pallas_kernels.mla_decode.blackwell_fp8 import convert
-from pallas_kernels.mla_decode.formats import Fp8Views
 from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, in_turn, load, over, runs
 
 LOG2E = math.log2(math.e)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.formats import GROUP
+from pallas_kernels.formats import GROUP
 from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, laid, load, over
 
 PIECE = 32  # tokens that are loaded together, GROUP columns or the rotary ones of each

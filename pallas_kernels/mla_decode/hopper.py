@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats import fp8_views, is_fp8
 from pallas_kernels.mla_decode import triton
-from pallas_kernels.mla_decode.formats import fp8_views, is_fp8
 from pallas_kernels.mla_decode.hopper_kernel import HALVES, HEADS, attend, copy_rows
 from pallas_kernels.mla_decode.hopper_rows import convert_rows
 from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, interpret_params, refuse_pages, refuse_rows
@@ -62,7 +62,7 @@ def decode(
     work: Work | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.mla_decode`. Refuses what wgmma and TMA cannot take, and interpret mode before JAX 0.11."""
+    """See `api.mla_decode`. Refuses what wgmma and TMA cannot take, and interpret mode before JAX 0.12."""
     heads, columns = q.shape[1:]
     page_size, rotary = pool.shape[1], columns - value_width
     refuse_rows("Hopper", pool, value_width)

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.formats import GROUP, Fp8Views
+from pallas_kernels.formats import GROUP, Fp8Views
 from pallas_kernels.mla_decode.fp8_rows import Converter, Part
 from pallas_kernels.mla_decode.hopper_kernel import HALVES
 from pallas_kernels.mla_decode.mosaic import COLUMNS, TOKENS, zero_rows

@@ -14,22 +14,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.formats import GROUP, is_fp8
+from pallas_kernels.formats import GROUP, is_fp8
 
 TOKENS = 64  # of a block
 COLUMNS = 64  # of BF16 that a row of a 128-byte swizzle holds
-INTERPRETER = "InterpretGPUParams"  # which JAX 0.10 has not
+INTERPRETED_FROM = (0, 12)  # JAX; 0.10 has no interpreter, and 0.11's wants every waiter to see a barrier's last phase
 
 
 def interpret_params(interpret: bool, **options: Any) -> Any:
     """What `plgpu.kernel` takes as `interpret`, with these options. Refuses interpret mode where this JAX has none."""
     if not interpret:
         return None
-    if not hasattr(plgpu, INTERPRETER):
+    if jax.__version_info__ < INTERPRETED_FROM:
         raise NotImplementedError(
-            f"Mosaic GPU's interpret mode needs JAX 0.11 or newer, and this is {jax.__version__}."
+            f"Mosaic GPU's interpret mode needs JAX 0.12 or newer, and this is {jax.__version__}."
         )
-    return getattr(plgpu, INTERPRETER)(**options)
+    return vars(plgpu)["InterpretGPUParams"](**options)
 
 
 def in_turn(turns: Any, items: Any, held: Any, worker: jax.Array, body: Callable[..., None]) -> None:

@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.mla_decode.formats import GROUP, fp8_row_bytes, fp8_views, is_fp8
+from pallas_kernels.formats import GROUP, fp8_views, is_fp8
+from pallas_kernels.launch import refuse_sizes, refuse_stored, triton_call
 from pallas_kernels.mla_decode.work import Cut, Work, split_work
 
 LOG2E = math.log2(math.e)
@@ -83,30 +84,14 @@ def views(
 ) -> tuple[jax.Array, ...]:
     """The pool as the kernel reads it: itself, or the three views of FP8 rows.
 
-    Refuses widths and blocks that are no powers of two of at least 16, float32 rows outside interpret mode, and pools
-    as `refuse_wide` does.
+    Refuses widths and blocks as `refuse_sizes` does, and rows as `refuse_stored`.
     """
-    rotary = q.shape[-1] - value_width
-    for name, size in (("latent width", value_width), ("rotary width", rotary), ("block of heads", config.block_heads)):
-        if size < 16 or size & (size - 1):
-            raise NotImplementedError(f"Triton arrays are powers of two from 16: the {name} is {size}.")
-    if is_fp8(pool):
-        fp8_row_bytes(value_width, rotary)
-    elif pool.dtype == jnp.float32 and not interpret:
-        raise NotImplementedError("float32 rows do not fit in shared memory: give BF16 or FP8 rows.")
-    pools = tuple(fp8_views(pool)) if is_fp8(pool) else (pool,)
-    refuse_wide(*pools)
-    return pools
-
-
-def refuse_wide(*arrays: jax.Array) -> None:
-    """Refuse what Pallas' Triton backend addresses wrongly: up to 4 GiB its offsets are int32, counted in elements."""
-    for x in arrays:
-        if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
-            raise NotImplementedError(
-                f"{x.size} elements of {x.dtype} are beyond the 32-bit offsets that Pallas' Triton backend has up to "
-                "4 GiB: make the pool smaller than 2 GiB or larger than 4 GiB."
-            )
+    refuse_sizes({
+        "latent width": value_width, "rotary width": q.shape[-1] - value_width,
+        "block of heads": config.block_heads, "block of tokens": config.block_tokens,
+    })  # fmt: skip
+    refuse_stored("rows", pool.dtype, interpret=interpret)
+    return tuple(fp8_views(pool)) if is_fp8(pool) else (pool,)
 
 
 def attend(
@@ -139,11 +124,12 @@ def attend(
     parts = N if N > B else 1
     kernel = functools.partial(_item_kernel, find=find, value_width=value_width, rotary=D - value_width, config=config)
     shapes = [(B, heads, value_width), (B, heads), (parts, heads, value_width), (parts, heads)]
-    out, lse, *rest = pl.pallas_call(
+    out, lse, *rest = triton_call(
         kernel,
         grid=(heads // config.block_heads, N),  # an item's head blocks run side by side and share its rows in L2
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        compiler_params=pltriton.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        warps=config.warps,
+        stages=config.stages,
         interpret=interpret,
         name=f"{name}_items",
     )(work.items, table, held, q, *pools)
@@ -242,12 +228,13 @@ def merge(work: Work, items: list[jax.Array], interpret: bool, name: str) -> tup
     out, lse, part, part_lse = items
     B, H, V = out.shape
     most = 1 << (part.shape[0] - 1).bit_length()
-    merged = pl.pallas_call(
+    merged = triton_call(
         functools.partial(_merge_kernel, most=most, value_width=V),
         grid=(H, B),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
-        input_output_aliases={3: 0, 4: 1},
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
+        aliases={3: 0, 4: 1},
+        warps=4,
+        stages=4,
         interpret=interpret,
         name=f"{name}_merge",
     )(work.first, part, part_lse, out, lse)

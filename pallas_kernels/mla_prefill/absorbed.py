@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla_decode.formats import GROUP, fp8_row_bytes, fp8_views, is_fp8
+from pallas_kernels.formats import GROUP, fp8_views, is_fp8
+from pallas_kernels.launch import refuse_sizes, refuse_stored
 from pallas_kernels.mla_decode.triton import load_rows
-from pallas_kernels.tiles import Part, Parts, TileConfig, attend_tiles, check_sizes
+from pallas_kernels.tiles import Part, Parts, TileConfig, attend_tiles
 
 
 def attend(
@@ -29,14 +30,12 @@ def attend(
     """See `api.mla_prefill`, of absorbed queries and one row of `pages` per tile."""
     (R, H, D), T = q.shape, pages.shape[0]
     rotary = D - value_width
-    check_sizes({"latent width": value_width, "rotary width": rotary, "block of lines": config.block_lines})
+    refuse_sizes({"latent width": value_width, "rotary width": rotary})
+    refuse_stored("rows", pool.dtype, interpret=interpret)
     if is_fp8(pool):
-        fp8_row_bytes(value_width, rotary)
         pools, cast = tuple(fp8_views(pool)), jnp.bfloat16
     else:
         pools, cast = (pool,), pool.dtype
-    if cast == jnp.float32 and not interpret:
-        raise NotImplementedError("float32 rows do not fit in shared memory: give BF16 or FP8 rows.")
     parts = (GROUP,) * (value_width // GROUP) if is_fp8(pool) else (value_width,)
 
     def read(refs: list[Any], _group: Any, page: Any, slot: Any, some: Any) -> tuple[Parts, Parts]:

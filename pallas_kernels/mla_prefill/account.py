@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.formats import fp8_row_bytes
 from pallas_kernels.mla_decode.account import RATE, Account
-from pallas_kernels.mla_decode.formats import fp8_row_bytes
 from pallas_kernels.tile_account import L2_BYTES_PER_CLOCK, tile_account
 
 # The tensor cores' BF16 rate over HBM's, by data sheets: their ratio is all that the choice of a form needs.

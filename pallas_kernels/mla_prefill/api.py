@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_latents, check_pages, check_queries, indices, within_table
 from pallas_kernels.chip import known_chip, target_chip
+from pallas_kernels.formats import is_fp8
 from pallas_kernels.mla_attention.heads import absorb, unabsorb
-from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
 from pallas_kernels.mla_prefill import absorbed, expanded, ref
 from pallas_kernels.mla_prefill.account import FORMS, Call, expansion_pays
 from pallas_kernels.mla_prefill.tuning import config_for
@@ -47,12 +48,13 @@ def mla_prefill(
       q: [R, H, C + E], absorbed and scaled; with `w_uk` [R, H, N + E], scaled.
       pool: [P, K, C + E], rows whose first C columns are the latents; or u8[P, K, bytes], FP8 rows as `pack_fp8` makes
         them. Pages and slots beyond what a tile's rows see are never read as numbers: they may hold NaN.
-      pages: i32[S, W]: token t of sequence s lies in page pages[s, t // K], slot t % K.
-      seen: i32[R]; 0 for padding.
+      pages: i32[S, W]: token t of sequence s lies in page pages[s, t // K], slot t % K. Beyond what its rows see any
+        number may stand.
+      seen: i32[R], W * K at most; 0 or less for padding.
       tile: Q.
       value_width: C.
-      sequence: i32[T]: the row of `pages` of each tile; None where every tile has its own, S = T. The expanded form
-        makes the keys of a sequence once for all the tiles that name it.
+      sequence: i32[T]: the row of `pages` of each tile; None where every tile has its own, S = T. A tile of padding may
+        name any. The expanded form makes the keys of a sequence once for all the tiles that name it.
       w_uk, w_uv: [H, C, N] and [H, V, C], made width first: how a head's keys and values are made of latents.
         Without them only the absorbed form is possible.
       form: "absorbed" (all heads over the latents) or "expanded" (keys and values made per head, then narrower
@@ -67,7 +69,9 @@ def mla_prefill(
     sees nothing.
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
+    pages, seen = indices(pages=pages, seen=seen)
     _check(q, pool, pages, seen, tile, value_width, sequence, w_uk, w_uv, form)
+    seen = within_table(seen, pool, pages)
     if config is not None:
         of = "expanded" if isinstance(config, expanded.ExpandedConfig) else "absorbed"
         if form not in (None, of):
@@ -75,7 +79,10 @@ def mla_prefill(
         form = of
     target = target_chip(chip)
     tiles = seen.shape[0] // tile
-    own = jnp.arange(tiles, dtype=jnp.int32) if sequence is None else sequence
+    if sequence is None:
+        own = jnp.arange(tiles, dtype=jnp.int32)
+    else:
+        own = jnp.clip(indices(sequence=sequence)[0], 0, pages.shape[0] - 1)
 
     def config_of(form: str) -> Any:
         if config is not None:
@@ -101,18 +108,21 @@ def mla_prefill(
 
         if form is not None:
             return expanded_form() if form == "expanded" else absorbed_form()
-        if target is None:
+        if (kind := target) is None:
             return absorbed_form()
         call = Call(
             rows=q.shape[0], sequences=1, keys=0, tile=tile, heads=q.shape[1], latent=value_width,
             rotary=q.shape[-1] - w_uk.shape[-1], nope=w_uk.shape[-1], value=w_uv.shape[1], fp8=is_fp8(pool),
         )  # fmt: skip
-        try:
+
+        def cheaper_form() -> tuple[jax.Array, jax.Array]:
             made = expanded.tokens_made(expanded.tokens_seen(seen, own, pages.shape[0], tile), config_of("expanded"))
-            pays = expansion_pays(call, target, seen.sum(dtype=jnp.float32), made)
+            pays = expansion_pays(call, kind, seen.sum(dtype=jnp.float32), made)
             return jax.lax.cond(pays, expanded_form, absorbed_form)
-        except NotImplementedError:  # sizes that only the absorbed form takes
-            return absorbed_form()
+
+        # What one form alone takes, it serves.
+        forms = {"both": cheaper_form, "absorbed": absorbed_form, "expanded": expanded_form}
+        return run_first("mla_prefill's forms", forms, tuple(forms), None)()
 
     def reference() -> tuple[jax.Array, jax.Array]:
         return absorbing(ref.attend)
@@ -125,7 +135,9 @@ def _check(
     q: jax.Array, pool: jax.Array, pages: jax.Array, seen: jax.Array, tile: int, value_width: int,
     sequence: jax.Array | None, w_uk: jax.Array | None, w_uv: jax.Array | None, form: str | None,
 ) -> None:  # fmt: skip
-    (R, H, D), width = q.shape, pool.shape[-1]
+    R, H, D = q.shape
+    check_queries(R, H)
+    check_pages(pool, pages)
     if (w_uk is None) != (w_uv is None):
         raise ValueError("w_uk and w_uv go together: one of them is missing.")
     if form is not None and form not in FORMS:
@@ -138,11 +150,7 @@ def _check(
         D = value_width + D - w_uk.shape[-1]
     elif form == "expanded":
         raise ValueError("the expanded form makes keys and values of the latents: give w_uk and w_uv.")
-    if not 0 < value_width < D:
-        raise ValueError(f"the latent width {value_width} is not inside the row of {D} columns.")
-    wanted = fp8_row_bytes(value_width, D - value_width) if is_fp8(pool) else D
-    if width != wanted:
-        raise ValueError(f"queries of {D} columns need {pool.dtype} rows of {wanted}, but the pool's have {width}.")
+    check_latents(pool, D, value_width)
     tiles = pages.shape[0] if sequence is None else sequence.shape[0]
     if tiles * tile != R or seen.shape != (R,):
         raise ValueError(f"{tiles} tiles of {tile} rows, but {R} queries and {seen.shape[0]} counts of what they see.")

@@ -17,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.mla_decode.formats import is_fp8, unpack_fp8
-from pallas_kernels.tiles import Part, Parts, check_sizes, online_softmax
+from pallas_kernels.formats import is_fp8, unpack_fp8
+from pallas_kernels.launch import refuse_sizes, refuse_stored, triton_call
+from pallas_kernels.tiles import Part, Parts, online_softmax
 
 
 @final
@@ -55,15 +56,14 @@ def attend(
     C, N = w_uk.shape[1:]
     V, rotary, L = w_uv.shape[1], D - N, config.block_tokens
     M = min(config.block_rows, tile)
-    check_sizes({"key width": N, "rotary width": rotary, "value width": V, "tile": tile, "block of tokens": L})
+    refuse_sizes({"key width": N, "rotary width": rotary, "value width": V, "tile": tile, "block of tokens": L})
     if tile % M or config.chunk_tokens % L or config.chunk_tokens < L:
         raise NotImplementedError(
             f"blocks are taken whole: tiles of {tile} rows in blocks of {M}, chunks of {config.chunk_tokens} tokens in "
             f"blocks of {L}."
         )
+    refuse_stored("rows", pool.dtype, interpret=interpret)
     cast = jnp.bfloat16 if is_fp8(pool) else pool.dtype
-    if cast == jnp.float32 and not interpret:
-        raise NotImplementedError("float32 keys do not fit in shared memory: give BF16 or FP8 rows.")
     T, blocks = sequence.shape[0], config.chunk_tokens // L
     seen_TQ = seen.reshape(T, tile)
     held = tokens_seen(seen, sequence, S, tile)
@@ -116,12 +116,13 @@ def _flash(
 ) -> Any:  # fmt: skip
     """The kernel of one chunk: from (spans, seen, q, keys, rotary keys, values, out, lse) to out and lse with it."""
     rows, H, V = shape
-    return pl.pallas_call(
+    return triton_call(
         functools.partial(_kernel, widths=widths, value_width=V, M=M, L=config.block_tokens),
         grid=(tiles[1], H, tiles[0]),  # the row blocks of a head run side by side and share its keys in L2
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((rows, H), jnp.float32)],
-        input_output_aliases={6: 0, 7: 1},
-        compiler_params=pltriton.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        aliases={6: 0, 7: 1},
+        warps=config.warps,
+        stages=config.stages,
         interpret=interpret,
         name="mla_prefill_expanded",
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 
+from pallas_kernels.checks import indices
 from pallas_kernels.chip import this_chip
 from pallas_kernels.page_move import ref, triton
 from pallas_kernels.select import run_first_with
@@ -20,7 +21,8 @@ SCATTERS: dict[str, Callable[..., jax.Array]] = {"triton": triton.scatter, "ref"
 def gather_pages(
     pool: jax.Array, slots: jax.Array, *, backend: str | None = None, interpret: bool = False
 ) -> jax.Array:
-    """Pages [N, ...] of pool [P, ...] at i32[N]; zero where a slot is no page."""
+    """Pages [N, ...] of pool [P, ...] at i32[N]; zero where a slot is no page. Raises ValueError for other slots."""
+    (slots,) = indices(slots=slots)
     taken = _run("gather_pages", GATHERS, backend, interpret)(as_lines(pool), slots)
     return from_lines(taken, (slots.shape[0], *pool.shape[1:]), pool.dtype)
 
@@ -30,8 +32,9 @@ def scatter_pages(
 ) -> jax.Array:
     """The pool [P, ...] with pages [N, ...] at i32[N]; those whose slot is no page are dropped. No slot may come twice.
 
-    Raises ValueError where the pages are not of the pool's form.
+    Raises ValueError where the pages are not of the pool's form, or slots are no whole numbers.
     """
+    (slots,) = indices(slots=slots)
     if pages.shape != (*slots.shape, *pool.shape[1:]) or pages.dtype != pool.dtype:
         raise ValueError(
             f"{slots.shape[0]} slots of a {pool.dtype} pool of pages {pool.shape[1:]} cannot take "
@@ -61,10 +64,18 @@ def send_pages(
       write: i32[T, S]: where what comes from each rank goes in `new`.
       chunks: exchanges, one after another, that a move is cut into: buffers hold 1 / chunks of it at a time.
 
-    Raises ValueError where S is no multiple of `chunks`.
+    Raises ValueError where S is no multiple of `chunks`, the pages are not alike, or slots are no whole numbers.
     """
     sends = read.shape[1]
-    if sends % chunks:
+    read, write = indices(read=read, write=write)
+    if old.shape[1:] != new.shape[1:] or old.dtype != new.dtype or read.shape != write.shape:
+        raise ValueError(
+            f"pages {old.dtype}{list(old.shape[1:])} at {list(read.shape)} slots do not go to pages "
+            f"{new.dtype}{list(new.shape[1:])} at {list(write.shape)}."
+        )
+    if not sends:
+        return new
+    if chunks < 1 or sends % chunks:
         raise ValueError(f"{sends} pages per rank cannot be sent in {chunks} equal chunks.")
     # As words all the way: XLA:CPU exchanges bfloat16 as float32, and that changes the bits of a NaN.
     gather = _run("gather_pages", GATHERS, backend, interpret)

@@ -13,45 +13,47 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.launch import triton_call
+
 STRETCH = 2048  # words: 16 per thread
-PARAMS = pltriton.CompilerParams(num_warps=4, num_stages=1)
 
 
 def gather(lines: jax.Array, slots: jax.Array, *, interpret: bool = False) -> jax.Array:
     """See `api.gather_pages`."""
-    _check(lines)
     shape = (slots.shape[0], lines.shape[1])
-    return pl.pallas_call(
+    if not lines.shape[0]:
+        return jnp.zeros(shape, lines.dtype)
+    (taken,) = triton_call(
         functools.partial(_gather_kernel, stretch=_stretch(lines)),
         grid=(shape[0], pl.cdiv(shape[1], _stretch(lines))),
-        out_shape=jax.ShapeDtypeStruct(shape, lines.dtype),
-        compiler_params=PARAMS,
+        out_shape=[jax.ShapeDtypeStruct(shape, lines.dtype)],
+        warps=4,
+        stages=1,
         interpret=interpret,
         name="page_gather",
     )(slots, lines)
+    return taken
 
 
 def scatter(lines: jax.Array, slots: jax.Array, source: jax.Array, *, interpret: bool = False) -> jax.Array:
     """See `api.scatter_pages`. In place where the caller donates `lines`."""
-    _check(lines)
-    return pl.pallas_call(
+    if not lines.shape[0]:
+        return lines
+    (written,) = triton_call(
         functools.partial(_scatter_kernel, stretch=_stretch(lines)),
         grid=(slots.shape[0], pl.cdiv(lines.shape[1], _stretch(lines))),
-        out_shape=jax.ShapeDtypeStruct(lines.shape, lines.dtype),
-        input_output_aliases={2: 0},
-        compiler_params=PARAMS,
+        out_shape=[jax.ShapeDtypeStruct(lines.shape, lines.dtype)],
+        aliases={2: 0},
+        warps=4,
+        stages=1,
         interpret=interpret,
         name="page_scatter",
     )(slots, source, lines)
+    return written
 
 
 def _stretch(lines: jax.Array) -> int:
     return min(STRETCH, 1 << (lines.shape[1] - 1).bit_length())
-
-
-def _check(lines: jax.Array) -> None:
-    if lines.size >= 2**31:
-        raise NotImplementedError(f"the kernel counts words in 32 bits, and the pool has {lines.size}.")
 
 
 def _gather_kernel(slots: Any, lines: Any, out: Any, *, stretch: int) -> None:

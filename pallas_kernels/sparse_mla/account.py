@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from pallas_kernels.chip import CHIPS
+from pallas_kernels.formats import fp8_row_bytes
 from pallas_kernels.mla_decode.account import Account
 from pallas_kernels.mla_decode.account import account as account_dense
-from pallas_kernels.mla_decode.formats import fp8_row_bytes
 
 WORDS = 4  # of 4 bytes a token: its position and its page read, its place written and read
 L2_BYTES_PER_CLOCK = 32  # to one SM with all of them reading: an assumption, to be measured

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.checks import check_latents, check_pages, check_queries, indices
 from pallas_kernels.chip import known_chip, target_chip
-from pallas_kernels.mla_decode.formats import fp8_row_bytes, is_fp8
+from pallas_kernels.formats import is_fp8
 from pallas_kernels.mla_decode.triton import TritonConfig
 from pallas_kernels.mla_decode.work import Work
 from pallas_kernels.select import run_first
@@ -54,7 +55,10 @@ def sparse_mla(
     Returns f32[R, H, V] and its log-sum-exp, base e, f32[R, H]; (0, -inf) for a row without a token.
     Raises ValueError for shapes that contradict each other, NotImplementedError where the named backend refuses.
     """
+    selected, pages = indices(selected=selected, pages=pages)
     _check(q, pool, selected, pages, value_width)
+    if work is not None and work.first.shape[0] != q.shape[0] + 1:
+        raise ValueError(f"work was cut for {work.first.shape[0] - 1} rows, but there are {q.shape[0]} queries.")
     target = target_chip(chip)
 
     def by_triton(*args: Any) -> tuple[jax.Array, jax.Array]:
@@ -85,13 +89,11 @@ def config_for(chip: str, rows: str, heads: int) -> TritonConfig:
 
 
 def _check(q: jax.Array, pool: jax.Array, selected: jax.Array, pages: jax.Array, value_width: int) -> None:
-    (R, _, D), width, S = q.shape, pool.shape[-1], pages.shape[0]
-    if not 0 < value_width < D:
-        raise ValueError(f"the latent width {value_width} is not inside the row of {D} columns.")
-    wanted = fp8_row_bytes(value_width, D - value_width) if is_fp8(pool) else D
-    if width != wanted:
-        raise ValueError(f"queries of {D} columns need {pool.dtype} rows of {wanted}, but the pool's have {width}.")
-    if selected.ndim != 2 or selected.shape[0] != R:
+    (R, H, D), S = q.shape, pages.shape[0]
+    check_queries(R, H)
+    check_latents(pool, D, value_width)
+    if selected.ndim != 2 or selected.shape[0] != R or not selected.shape[1]:
         raise ValueError(f"{R} query rows, but tokens selected in shape {selected.shape}: give one list for each row.")
     if S == 0 or R % S:
         raise ValueError(f"{R} query rows are no equal shares of {S} sequences with pages: pad every tile to one size.")
+    check_pages(pool, pages)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import is_fp8, unpack_fp8
 from pallas_kernels.mla_attention import ref
 from pallas_kernels.mla_attention.table import PageTable
-from pallas_kernels.mla_decode.formats import is_fp8, unpack_fp8
 from pallas_kernels.sparse_mla.places import places_of
 
 

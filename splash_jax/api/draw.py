@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from splash_jax.errors import RequestError
 from splash_jax.ownership import KVShape, Layout, Manifest, SwitchPlan
 
 if TYPE_CHECKING:
@@ -79,8 +80,11 @@ def ownership_text(held: Layout | Manifest) -> str:
 def draw_ownership(*held: Layout | Manifest, titles: Sequence[str] = (), columns: int = 2) -> "Figure":
     """The grids side by side, `columns` in a row. A column of a request is a page: filled cells are pages in use.
 
-    A cell that a rank holds a part of (positions dealt out finer than pages) is filled up to that part.
+    A cell that a rank holds a part of (positions dealt out finer than pages) is filled up to that part. Raises
+    `RequestError` where there is nothing to draw.
     """
+    if not held:
+        raise RequestError("there is nothing to draw; give a layout or a manifest, or several.")
     from matplotlib.figure import Figure
 
     columns = max(1, min(columns, len(held)))

@@ -40,11 +40,13 @@ class Load:
     def decode(cls, context: Sequence[int] | np.ndarray, ranks: int) -> "Load":
         """One row of every request, homes dealt out round-robin over `ranks`."""
         context = np.asarray(context, np.int64)
+        _check(len(context), ranks)
         return cls(context, np.ones_like(context), np.arange(len(context)) % ranks)
 
     @classmethod
     def balanced(cls, batch: int, context: int, ranks: int, new_rows: int = 1) -> "Load":
         """`batch` requests alike, homes dealt out round-robin over `ranks`."""
+        _check(batch, ranks)
         return cls(np.full(batch, context), np.full(batch, new_rows), np.arange(batch) % ranks)
 
     def pairs(self) -> np.ndarray:
@@ -61,3 +63,8 @@ class Load:
             for weights in (self.new_rows, self.new_rows > 0, self.context, self.pairs())
         ]
         return np.array(sums).T
+
+
+def _check(batch: int, ranks: int) -> None:
+    if batch < 0 or ranks < 1:
+        raise RequestError(f"a load is of 0 requests or more over 1 rank or more, not of {batch} over {ranks}.")

@@ -49,8 +49,10 @@ def regime_map(
     new_rows: int = 1,
 ) -> RegimeMap:
     """The map of steps with `new_rows` rows of each request. A layout without a capacity fits nowhere."""
-    if not contexts or not batches:
-        raise ConfigError(f"a map needs contexts and batches, got {len(contexts)} and {len(batches)}.")
+    if not contexts or not batches or min(*contexts, *batches) < 1:
+        raise ConfigError(
+            f"a map needs contexts and batches, all of at least 1; got {list(contexts)[:8]} and {list(batches)[:8]}."
+        )
     seconds = np.empty((len(contexts), len(batches), len(steps.layouts)))
     fits = np.zeros(seconds.shape, bool)
     for i, context in enumerate(contexts):
@@ -88,6 +90,8 @@ def wall_order(
     """
     if (context is None) == (batch is None):
         raise ConfigError(f"give a context or a batch, the other one grows; got {context} and {batch}.")
+    if (given := context if batch is None else batch) is not None and given < 1:
+        raise ConfigError(f"walls are of a context or a batch of at least 1; got {given}.")
 
     def ask(n: int) -> StepEstimate:
         load = (

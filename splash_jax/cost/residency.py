@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splash_jax.errors import ConfigError
 from splash_jax.ownership import Layout
 
 LEAST_OUTPUT, MOST_OUTPUT = 512, 1024
@@ -21,6 +22,9 @@ class Cohorts:
 
     @classmethod
     def draw(cls, batch: int, *, cohorts: int = 200_000, seed: int = 20260922) -> "Cohorts":
+        """`cohorts` batches of `batch` requests, both at least 1, or `ConfigError`."""
+        if batch < 1 or cohorts < 1:
+            raise ConfigError(f"cohorts are drawn of 1 request or more, 1 or more of them; got {batch} and {cohorts}.")
         g = np.random.Generator(np.random.PCG64(seed))
         return cls(where=g.random((cohorts, batch)), output=g.integers(LEAST_OUTPUT, MOST_OUTPUT + 1, (cohorts, batch)))
 

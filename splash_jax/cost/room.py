@@ -17,9 +17,12 @@ class Capacity:
     tokens: int  # distinct, on all ranks together
 
     def longest(self, batch: int, layout: Layout) -> int:
-        """Tokens that each of `batch` requests alike may have, homes dealt out evenly (Eq. 1, uneven owners too)."""
+        """Tokens that each of `batch` requests alike may have, homes dealt out evenly (Eq. 1, uneven owners too).
+
+        Of no request, what a first one may.
+        """
         group_tokens = self.tokens // layout.owner_groups
-        return group_tokens // -(-batch // layout.owner_groups)
+        return group_tokens // -(-max(1, batch) // layout.owner_groups)
 
 
 def capacity(state: StateBytes, layout: Layout, *, page_size: int, budget: int, reserve: int = 0) -> Capacity:
@@ -62,10 +65,14 @@ def switch_lacks(
     state: StateBytes, src: Layout, dst: Layout, *, pages: Mapping[Layout, int], page_size: int, budget: int,
     reserve: int = 0,
 ) -> int:  # fmt: skip
-    """Bytes that a rank lacks for a switch: the larger state, one layer in transit, and a reserve (Eq. 5); 0: none."""
+    """Bytes that a rank lacks for a switch: the larger state, one layer in transit, and a reserve (Eq. 5); 0: none.
+
+    Nothing is in transit where `dst` is `src`.
+    """
     both = [footprint(state, one, pages=pages[one], page_size=page_size) for one in (src, dst)]
     steady = max(one.common + one.projections + one.kv for one in both)
-    return max(0, steady + max(one.transit for one in both) + reserve - budget)
+    transit = 0 if src == dst else max(one.transit for one in both)
+    return max(0, steady + transit + reserve - budget)
 
 
 def _held(layout: Layout) -> np.ndarray:

@@ -31,12 +31,19 @@ class SwitchQuote:
     blocking: float  # all layers' transfers, nothing beside them
     exposed: float  # Eq. 7: what a switch inside the given step adds to it
     spread: Spread  # over several such steps, as few layers in each as shows least
-    layers_per_step: int  # of `spread`
+    layers_per_step: int  # of `spread`; 0 where nothing has to move
 
     @property
     def cheapest(self) -> float:
         """Seconds that the cheaper of one step and of several shows."""
         return min(self.exposed, self.spread.exposed_total)
+
+
+# Of the layout that a batch is in already: no step is needed.
+NO_SWITCH = SwitchQuote(
+    weight_bytes=0, kv_bytes=0.0, transfer=0.0, blocking=0.0, exposed=0.0,
+    spread=Spread(steps=0, exposed_total=0.0, exposed_worst=0.0), layers_per_step=0,
+)  # fmt: skip
 
 
 class SwitchModel:
@@ -57,6 +64,8 @@ class SwitchModel:
         moves beside whole steps, most of which run in the source.
         """
         model, hardware, layouts = self.steps.model, self.steps.hardware, self.steps.layouts
+        if src not in layouts:
+            raise ValueError(f"a switch from {src} is not quoted among {', '.join(map(str, layouts))}: name it, too.")
         live = np.bincount(load.home, load.context - load.new_rows, self.steps.ranks)  # before the step adds its rows
         compute = dict(zip(layouts, self.steps.layer_seconds(load).tolist(), strict=True))
         shared = hardware.ranks_share_device
@@ -78,7 +87,9 @@ class SwitchModel:
 
 
 def quote_switch(model: ServedModel, src: Layout, dst: Layout, load: Load, hardware: Hardware) -> SwitchQuote:
-    """The quote of one switch. For many, keep a `SwitchModel`."""
+    """The quote of one switch, `NO_SWITCH` where `dst` is `src`. For many, keep a `SwitchModel`."""
+    if src == dst:
+        return NO_SWITCH
     return SwitchModel(StepModel(model, [src, dst], hardware)).quotes(src, load)[dst]
 
 

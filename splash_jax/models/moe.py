@@ -27,7 +27,9 @@ def route(cfg: ModelConfig, router: jax.Array, bias: jax.Array, x: jax.Array) ->
         best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
         _, kept = jax.lax.top_k(best, cfg.topk_group)
         open_NG = jax.nn.one_hot(kept, cfg.n_group, dtype=jnp.int32).sum(1) > 0
-        biased = jnp.where(open_NG[..., None], grouped, -jnp.inf).reshape(biased.shape)
+        # An expert of an open group is never -inf itself: it would tie with those of the others.
+        least = jnp.finfo(jnp.float32).min
+        biased = jnp.where(open_NG[..., None], jnp.maximum(grouped, least), -jnp.inf).reshape(biased.shape)
     _, ids = jax.lax.top_k(biased, cfg.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, ids, 1)
     if cfg.norm_topk_prob:

@@ -28,18 +28,22 @@ class ModelCosts:
         if self.at_once is None and self._spread_layers is None:
             raise PolicyError(f"modes {tuple(modes)!r} offer no switch; give some of {', '.join((*AT_ONCE, SPREAD))}.")
         self.layouts, self._steps, self._switches = steps.layouts, steps, SwitchModel(steps)
-        self._quoted: dict[tuple[Layout, tuple[int, ...]], Mapping[Layout, SwitchCost]] = {}
+        self._quoted: dict[tuple[Layout, tuple[int | None, ...]], Mapping[Layout, SwitchCost]] = {}
 
     def step_seconds(self, load: Load) -> Mapping[Layout, float]:
         """Seconds of one step of this load in every layout."""
         return {layout: estimate.seconds for layout, estimate in self._steps.seconds(load).items()}
 
     def switch_seconds(self, src: Layout, load: Load) -> Mapping[Layout, SwitchCost]:
-        """What a switch from `src` to every other layout adds: within one step of this load (Eq. 7), and spread."""
-        means = len(load), load.context.mean(), load.new_rows.mean()
-        key = (src, tuple(round(math.log2(mean) * PER_OCTAVE) for mean in means))
+        """What a switch from `src` to every other layout adds: within one step of this load (Eq. 7), and spread.
+
+        Of a load of nothing, what moves the projections.
+        """
+        batch = len(load)
+        means = batch, load.context.sum() / max(1, batch), load.new_rows.sum() / max(1, batch)
+        key = (src, tuple(_place(mean) for mean in means))
         if key not in self._quoted:
-            batch, context, rows = (round(2 ** (place / PER_OCTAVE)) for place in key[1])
+            batch, context, rows = (0 if place is None else round(2 ** (place / PER_OCTAVE)) for place in key[1])
             even = Load.balanced(batch, max(context, rows), self._steps.ranks, rows)
             compute = self._steps.layer_seconds(even)[self.layouts.index(src)].tolist()
             quotes = self._switches.quotes(src, even)
@@ -53,3 +57,8 @@ class ModelCosts:
             return SwitchCost(one_step)
         spread = spread_over_steps([quote.transfer] * len(compute), compute, self._spread_layers)
         return SwitchCost(one_step, float(spread.exposed_total), spread.steps)
+
+
+def _place(mean: float) -> int | None:
+    """Where on the grid; None for 0."""
+    return None if mean <= 0 else round(math.log2(mean) * PER_OCTAVE)

@@ -110,8 +110,11 @@ def compare(
     """
     if groups < 1 or workers < 1:
         raise ConfigError(f"groups ({groups}) and workers ({workers}) must be at least 1.")
-    parts = [traffic.part(i, groups) for i in range(groups)]
-    jobs = [(deployment, way, part, groups == 1) for way in ways for part in parts if len(part)]
+    if not len(traffic):
+        raise ConfigError("there is no request to serve; give traffic of one at least.")
+    sessions = int((traffic.after < 0).sum())  # groups beyond these serve nothing
+    parts = [traffic.part(i, groups) for i in range(min(groups, sessions))]
+    jobs = [(deployment, way, part, groups == 1) for way in ways for part in parts]
     if workers == 1:
         rows, found = _gather(ways, map(_job, jobs), len(jobs), done)
     else:

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.collections import PatchCollection
 
 from splash_jax.api.draw import draw_ownership, ownership_grid, ownership_text, plan_text
+from splash_jax.errors import RequestError
 from splash_jax.kv import PagePool
 from splash_jax.layouts import ROLES, make_layout
 from splash_jax.ownership import KVShape, Layout, Manifest, StateBytes, plan_switch
@@ -129,3 +130,13 @@ def test_a_plan_that_repacks_says_so():
     left = Manifest(layout=now.layout, kv=now.kv, pages_per_rank=PAGES, requests={"a": now.requests["a"]})
     text = plan_text(plan_switch(left, one("dop"), pages_per_rank=3, state=STATE))
     assert "             2 x 4 tokens change their page without leaving their rank\n" in text
+
+
+def test_pictures_of_nothing():
+    """No request is a picture of weights alone; of no holding there is none."""
+    nobody = hold(make_layout("dp", {"rank": 1}), requests={})
+    assert ownership_text(nobody).splitlines() == ["dp      heads  pages", "rank 0  █          0"]
+    assert "0 requests" in plan_text(plan_switch(nobody, nobody.layout, pages_per_rank=PAGES, state=STATE))
+    assert len(draw_ownership(nobody).axes) == 1
+    with pytest.raises(RequestError, match="there is nothing to draw; give a layout or a manifest, or several"):
+        draw_ownership()

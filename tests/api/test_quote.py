@@ -17,6 +17,13 @@ def test_a_quote_prices_the_plan(tmp_path):
         assert quote.spread.steps >= 2
     nothing = llm.quote("cp", src="dp", hardware="h200")  # no request is live
     assert (nothing.kv_bytes, nothing.weight_bytes, nothing.exposed) == (0, 0, 0)
+    for src in ("tp", "dp", None):  # the present layout is tp
+        for held in (None, [], tokens):
+            dst = src or "tp"
+            assert set(llm.plan(src, dst, tokens=held).bytes_per_rank()) == {0}
+            stays = llm.quote(dst, src=src, tokens=held, hardware="h200")
+            seconds = stays.transfer, stays.blocking, stays.exposed, stays.cheapest
+            assert (stays.kv_bytes, stays.weight_bytes, *seconds) == (0,) * 6
     with pytest.raises(LayoutError, match="dop"):
         llm.quote("dop", hardware="h200")
     with pytest.raises(ConfigError, match="no hardware config is named 'tpu'"):

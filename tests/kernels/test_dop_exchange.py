@@ -1,6 +1,5 @@
 """The exchange against numpy, bit by bit, on 2, 4 and 8 devices; what cannot run here is compiled."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -168,9 +167,3 @@ def test_packing_takes_the_widest_access_the_heads_allow(chip, widths, access):
     facts = compile_kernels(chip, pack, *parts, jax.ShapeDtypeStruct((64,), jnp.int32))["dop_pack"]
     assert set(facts.accesses) == {f"ld.global.{access}", f"st.global.{access}", "ld.global.b32"}, facts.accesses
     assert facts.spills == 0
-
-
-def test_messages_past_32_bits_are_refused():
-    parts = (jax.ShapeDtypeStruct((2**20, 16, 256), jnp.uint32),)
-    with pytest.raises(NotImplementedError, match="counts words in 32 bits: 4 rows of 16 x 256"):
-        jax.eval_shape(partial(kernel.pack), parts, jax.ShapeDtypeStruct((4,), jnp.int32))

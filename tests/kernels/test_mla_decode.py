@@ -265,12 +265,12 @@ def test_the_order_follows_the_chip_and_the_heads():
     assert order_of("b200", 128) == order_of("b200", 65, fp8=True) == ("blackwell", "triton", "ref")
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="this JAX has Mosaic GPU's interpret mode")
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this JAX interprets Mosaic GPU")
 @pytest.mark.parametrize("config", [HopperConfig(stages=2, workers=1), BlackwellConfig(stages=3, tiles=8, workers=1)])
 def test_interpret_mode_is_refused_where_there_is_none(config):
     backend = type(config).__name__.removesuffix("Config").lower()
     rows = arguments(q=(2, 64, 576), pool=(5, 64, 576))
-    with pytest.raises(NotImplementedError, match=r"Mosaic GPU's interpret mode needs JAX 0\.11 or newer, and this is"):
+    with pytest.raises(NotImplementedError, match=r"Mosaic GPU's interpret mode needs JAX 0\.12 or newer, and this is"):
         mla_decode(**rows, value_width=512, backend=backend, config=config, interpret=True)
 
 

@@ -27,8 +27,7 @@ BLACKWELL = {
     "what the table is for": Case(lengths=(300,), latent=512, rotary=64, heads=20, page_size=64),
 }
 # The second Python of CI has the newer JAX: there all of these run, the slow ones by `make test-b200`.
-on_hopper = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpret mode needs JAX 0.11")
-on_blackwell = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="tcgen05 is interpreted from JAX 0.12 on")
+interpreted = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's interpret mode needs JAX 0.12")
 
 
 def decode(given: Given, config: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -55,14 +54,14 @@ def check(case: Case, config: Any) -> None:
     assert (got[0][empty] == 0).all() and (got[1][empty] == -np.inf).all()
 
 
-@on_hopper
+@interpreted
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper_is_softmax_attention(name):
     """Ragged, empty, split, several items of a program, poisoned; every copy and barrier as the kernel issues them."""
     check(HOPPER[name], HopperConfig(stages=2, workers=2))
 
 
-@on_hopper
+@interpreted
 @pytest.mark.parametrize(
     "name", [name if name in HOPPER else pytest.param(name, marks=pytest.mark.slow) for name in HOPPER_FP8]
 )
@@ -71,7 +70,7 @@ def test_hopper_makes_bf16_of_fp8_rows(name):
     check(HOPPER_FP8[name], HopperConfig(stages=2, workers=2))
 
 
-@on_blackwell
+@interpreted
 @pytest.mark.parametrize(
     "name",
     [
@@ -93,13 +92,12 @@ def test_blackwell_is_softmax_attention(name):
 SMALL = {"hopper": HopperConfig(stages=2, workers=1), "blackwell": BlackwellConfig(stages=2, tiles=3, workers=1)}
 
 
-each_kernel = pytest.mark.parametrize(
-    "kernel", [pytest.param("hopper", marks=on_hopper), pytest.param("blackwell", marks=on_blackwell)]
-)
+each_kernel = pytest.mark.parametrize("kernel", ["hopper", "blackwell"])
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bf16", "b200, fp8"])
 @each_kernel
+@interpreted
 def test_damage_stays_in_its_row(kernel, fp8):
     """A persistent program takes several requests one after another: a NaN in one must show there, and only there."""
     case = Case(lengths=(70, 64, 5), latent=256, rotary=64, heads=20, page_size=64, fp8=fp8)
@@ -111,6 +109,7 @@ def test_damage_stays_in_its_row(kernel, fp8):
 
 
 @each_kernel
+@interpreted
 def test_both_take_work_that_reaches_past_the_tokens(kernel):
     """As of a row that has grown shorter since the work was planned."""
     case = Case(lengths=(70, 10), latent=128, rotary=64, heads=20, page_size=64)

@@ -86,9 +86,13 @@ def test_what_cannot_be_is_refused():
         send_pages(pool, pool, jnp.zeros((2, 7), jnp.int32), jnp.zeros((2, 7), jnp.int32), axis="rank", chunks=2)
     with pytest.raises(ValueError, match="gather_pages has no backend 'cuda'; it has: triton, ref"):
         gather_pages(pool, slots, backend="cuda")
-    huge = jax.ShapeDtypeStruct((2**21, 1024), jnp.uint32)
-    with pytest.raises(NotImplementedError, match="counts words in 32 bits, and the pool has 2147483648"):
-        jax.eval_shape(partial(gather_pages, backend="triton"), huge, slots)
+    with pytest.raises(ValueError, match="slots are whole numbers, not float32: give int32"):
+        gather_pages(pool, slots.astype(jnp.float32))
+    with pytest.raises(
+        ValueError, match=r"pages bfloat16\[8\] at \[2, 4\] slots do not go to pages bfloat16\[9\] at \[2, 4\]"
+    ):
+        both = jnp.zeros((2, 4), jnp.int32)
+        send_pages(pool, jnp.zeros((4, 9), jnp.bfloat16), both, both, axis="rank")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import given as draw
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from pallas_kernels.launch import refuse_wide
 from pallas_kernels.mla_decode import TritonConfig
-from pallas_kernels.mla_decode.triton import refuse_wide
 from pallas_kernels.mla_decode.work import WAVES
 from pallas_kernels.sparse_mla import plan_sparse, sparse_mla
 from pallas_kernels.sparse_mla.places import counts_of, places_of

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from splash_jax.models import deepseek_v3, moe
 from splash_jax.models.config import ModelConfig
@@ -122,6 +124,53 @@ def test_groups_limit_the_choice():
     w = File({name: np.zeros_like(value) for name, value in file.items()}).rank(cfg, 1, 0)["moe"]
     ids, _ = jax.jit(partial(moe.route, cfg))(w["router"], bias, np.ones((1, D), np.float32))
     assert sorted(np.asarray(ids)[0].tolist()) == [4, 5]
+
+
+def test_an_expert_without_a_chance_still_stands_before_those_of_other_groups():
+    """Groups 1 and 2 of four are kept, and of their eight experts one has a bias of -inf: all eight are chosen."""
+    cfg = config(n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=8)
+    bias = np.where((np.arange(16) >= 4) & (np.arange(16) < 12), np.float32(1), np.float32(0))
+    bias[5] = -np.inf
+    ids, _ = route_with(cfg, bias, np.zeros((1, 16)))
+    assert sorted(ids[0].tolist()) == list(range(4, 12))
+
+
+@cache
+def router(cfg: ModelConfig) -> Any:
+    return jax.jit(partial(moe.route, cfg))
+
+
+def route_with(cfg: ModelConfig, bias: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights of rows that give the experts these logits: one column of a row for each."""
+    eye = np.eye(cfg.num_experts, dtype=np.float32)
+    ids, weights = router(cfg)(eye, np.asarray(bias, np.float32), np.asarray(logits, np.float32))
+    return np.asarray(ids), np.asarray(weights)
+
+
+EXTREMES = (-np.inf, -3.4e38, -1e30, -5.0, 0.0, 1e-30, 5.0, 1e30)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(4, 1, 2), (4, 2, 8), (4, 3, 8), (8, 2, 3), (1, 1, 5)]))
+def test_no_bias_leads_out_of_the_kept_groups(seed, sizes):
+    """Any biases, -inf and the most negative among them, against plain sorts; the best pairs make the kept groups."""
+    groups, keep, k = sizes
+    cfg = config(n_routed_experts=16, n_group=groups, topk_group=keep, num_experts_per_tok=k)
+    rng, expert = np.random.default_rng(seed), np.arange(16)
+    bias = np.where(rng.random(16) < 0.5, rng.choice(EXTREMES, 16), rng.normal(size=16)).astype(np.float32)
+    logits = rng.normal(size=(4, 16)).astype(np.float32)
+    ids, weights = route_with(cfg, bias, logits)
+    # Rounded as float32 rounds them: biases that swallow scores leave ties, which the first of them wins.
+    with np.errstate(over="ignore"):
+        biased = np.asarray(jax.nn.sigmoid(logits)) + bias
+        pairs = np.sort(biased.reshape(4, groups, -1), -1)[..., -2:].sum(-1)
+    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    for row, own in enumerate(ids):
+        kept = np.lexsort((np.arange(groups), -pairs[row]))[:keep]
+        there = expert[np.isin(expert // (16 // groups), kept)]
+        assert sorted(own.tolist()) == sorted(there[np.lexsort((there, -biased[row, there]))][:k].tolist())
+        share = scores[row, own] / scores[row, own].sum()
+        np.testing.assert_allclose(weights[row], share * cfg.routed_scaling_factor, rtol=1e-5)
 
 
 @pytest.fixture(params=["every row", "chosen rows"])

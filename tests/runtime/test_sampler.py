@@ -194,6 +194,18 @@ def test_banned_ids_are_never_drawn():
     assert set(everything) == {NOT_FINITE}
 
 
+@pytest.mark.parametrize("min_p", [0.0, 1e-30, 1.0])
+@pytest.mark.parametrize("top_p", [1e-44, 0.6, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 3, V])
+def test_tokens_without_a_chance_are_never_drawn(top_k, top_p, min_p):
+    """Whatever narrows them, with more asked for than there are: of four that the model allows two are banned."""
+    row = np.full(V, -np.inf, np.float32)
+    row[[3, 5, 8, 11]] = (2.0, -3e38, 1.0, 3.0)
+    drawn = set(tokens_of(row, n=64, temperature=50.0, top_k=top_k, top_p=top_p, min_p=min_p, banned=(11, 5)))
+    narrowed = top_k == 1 or top_p == 1e-44 or min_p == 1.0
+    assert drawn == ({3} if narrowed else {3, 8})
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_is_not_finite_is_marked_and_its_neighbours_are_fine(temperature):
     rows = np.tile(LOGITS, (5, 1))

@@ -150,5 +150,7 @@ def test_tables_and_fleets_that_cannot_be_meant_are_refused(tmp_path):
     deployment = make_deployment()
     with pytest.raises(ConfigError, match=r"groups \(0\) and workers \(1\) must be at least 1"):
         compare(deployment, drain(), ways_of(deployment), groups=0)
+    with pytest.raises(ConfigError, match="there is no request to serve; give traffic of one at least"):
+        compare(deployment, drain().part(10**5, 10**6), ways_of(deployment))
     with pytest.raises(ConfigError, match="layout 'rep' is none of tp, cp, dp, dop"):
         compare(deployment, drain(), [Way(name="rep", start="rep")])

@@ -7,6 +7,8 @@ import numpy as np
 
 from splash_jax.errors import RequestError
 
+MOST_REQUESTS = 10**7
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
@@ -66,5 +68,7 @@ class Load:
 
 
 def _check(batch: int, ranks: int) -> None:
-    if batch < 0 or ranks < 1:
-        raise RequestError(f"a load is of 0 requests or more over 1 rank or more, not of {batch} over {ranks}.")
+    if not 0 <= batch <= MOST_REQUESTS or ranks < 1:
+        raise RequestError(
+            f"a load is of 0 to {MOST_REQUESTS} requests over 1 rank or more, not of {batch} over {ranks}."
+        )

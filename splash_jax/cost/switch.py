@@ -5,7 +5,7 @@ that a scheduler may ask in every step. Histories are counted to the token, thei
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -124,17 +124,17 @@ def projection_state(model: ServedModel) -> StateBytes:
 
 def lacking(src: Layout, dst: Layout) -> np.ndarray:
     """Share of a history at home on each rank that each rank lacks (Eq. 2). f64[homes, ranks]."""
-    T, found = src.size, np.zeros((src.size, src.size))
-    every = math.lcm(src.position_shares, dst.position_shares)
+    shares = src.position_shares, dst.position_shares
+    every = math.lcm(*shares)
     blocks = np.arange(every)
-    for home in range(T):
-        before = _blocks(src, home, blocks)
-        for rank, wanted in _blocks(dst, home, blocks).items():
-            have = before.get(rank, np.zeros(every, bool))
-            found[home, rank] = (wanted & ~have).sum() / every
-    return found
+    both = np.zeros(np.add(shares, 1))  # blocks that a rank has and wants, by its lags; none in the last row and column
+    np.add.at(both, (blocks % shares[0], blocks % shares[1]), 1)
+    have, want = _lags(src), _lags(dst)
+    return np.where(want < 0, 0, every // shares[1] - both[have, want]) / every
 
 
-def _blocks(layout: Layout, home: int, blocks: np.ndarray) -> Mapping[int, np.ndarray]:
-    """Which of consecutive blocks of positions each holder has."""
-    return {rank: blocks % layout.position_shares == layout.lag(home, rank) for rank in layout.holders(home)}
+def _lags(layout: Layout) -> np.ndarray:
+    """Which of consecutive blocks of a history's positions each rank holds, as its lag; -1: none. i64[homes, ranks]."""
+    group, share = (np.array([of(rank) for rank in range(layout.size)]) for of in (layout.group_of, layout.share_of))
+    lags = (share[None] - share[:, None]) % layout.position_shares
+    return np.where(group[None] == group[:, None], lags, -1)

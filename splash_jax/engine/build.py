@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from splash_jax.engine.config import EngineConfig
+from splash_jax.engine.limits import MOST_PROGRAMS, check_step
 from splash_jax.engine.platform import (
     check_host_memory,
     free_memory,
@@ -56,7 +57,7 @@ from splash_jax.runtime import (
 from splash_jax.runtime.keys import Key, StepCheckKey, SwitchCheckKey
 from splash_jax.runtime.shapes import NOWHERE, attention_kernels
 from splash_jax.runtime.sizes import sampler_bytes, state_bytes
-from splash_jax.runtime.transfer import Route, cut_route, map_widths
+from splash_jax.runtime.transfer import Route, cut_route, least_transfer_bytes, map_widths
 
 log = logging.getLogger("splash_jax")
 
@@ -92,7 +93,8 @@ class Blueprint:
         """The switches that serving may ask for."""
         if self.config.directions is None:
             return list(permutations(self.layouts.values(), 2))
-        return [(self.config.layout_of(src), self.config.layout_of(dst)) for src, dst in self.config.directions]
+        asked = dict.fromkeys((src, dst) for src, dst in self.config.directions)
+        return list(dict.fromkeys((self.config.layout_of(src), self.config.layout_of(dst)) for src, dst in asked))
 
     def keys(self) -> Iterator[Key]:
         """Every program that serving can ask for."""
@@ -192,9 +194,26 @@ def draw_up(
             )
     rows = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
     buckets = {layout: make_buckets(config, layout, rows, backend) for layout in layouts.values()}
-    return Blueprint(
+    blueprint = Blueprint(
         config=config, model=model, shapes=shapes, layouts=layouts, pages=pages, buckets=buckets, state=state
     )
+    for layout in layouts.values():
+        check_step(layout, buckets[layout][-1], shapes, config.max_num_seqs, config.max_num_batched_tokens)
+    if config.compile_ahead and len(list(islice(blueprint.keys(), MOST_PROGRAMS + 1))) > MOST_PROGRAMS:
+        raise ConfigError(
+            f"more than {MOST_PROGRAMS} programs would have to be compiled for {len(layouts)} layouts, "
+            f"{len(blueprint.directions())} directions and {len(set(config.decode_buckets))} decode_buckets: name "
+            "fewer, or set compile_ahead=False."
+        )
+    if config.transfer_bytes is not None:
+        routes = [blueprint.route(*pair) for pair in blueprint.directions()]
+        least = max((least_transfer_bytes(route, kv.bytes_per_token) for route in routes), default=0)
+        if config.transfer_bytes < least:
+            raise ConfigError(
+                f"transfer_bytes {config.transfer_bytes} is less than a switch can keep to with these pools and "
+                f"num_devices: give at least {least}."
+            )
+    return blueprint
 
 
 def served_dtype(asked: str, stored: str, *, cpu: bool) -> str:

@@ -14,6 +14,7 @@ from splash_jax.scheduler import PolicyConfig, plain
 AUTO = "auto"
 ATTENTION_BACKENDS = ("auto", "gpu", "xla")
 DEFAULT_CACHE_DIR = "~/.cache/splash_jax/xla"
+MOST_PARTS = 64  # of a layer in a spread switch, each padded to whole pages
 PREFILL_TILE, GPU_PREFILL_TILE = 16, 128  # rows: the default, and the most that it is on GPUs
 
 
@@ -90,6 +91,10 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}.")
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed must be below 2**63, as a request's own is; got {self.seed}.")
+        if self.spread_parts > MOST_PARTS:
+            raise ConfigError(f"spread_parts is {self.spread_parts}; a layer moves in {MOST_PARTS} parts at most.")
         for name in ("penalties", "scoring", "compile_ahead", "skip_tokenizer_init", "debug_checks"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
@@ -173,9 +178,13 @@ class EngineConfig:
         allowed = {str(self.layout_of(name)) for name in self.layouts}
         if str(self.layout_of(self.first_layout)) not in allowed:
             raise LayoutError(f"layout {self.layout!r} is not among the allowed layouts {', '.join(self.layouts)}.")
+        spelled: dict[str, str] = {}
         for pair in self.directions or ():
             names = isinstance(pair, tuple | list) and all(isinstance(name, str) for name in pair)
-            known = {self.spelled_out(name) for name in pair} if names else set()
+            for name in pair if names else ():
+                if name not in spelled:
+                    spelled[name] = self.spelled_out(name)
+            known = {spelled[name] for name in pair} if names else set()
             if len(known) != 2 or len(pair) != 2 or not known <= allowed:
                 raise LayoutError(f"direction {pair!r} must be two different ones of {', '.join(self.layouts)}.")
 

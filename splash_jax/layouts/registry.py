@@ -1,5 +1,6 @@
 """Every role an axis can play. To add one: write its file, add its line."""
 
+import math
 from collections.abc import Mapping
 
 from splash_jax.errors import LayoutError
@@ -24,13 +25,21 @@ ROLES: dict[str, AbstractRole] = {
     )
 }
 
+MOST_AXES, MOST_RANKS = 16, 1024  # of a mesh
+
 
 def make_layout(roles: str | Mapping[str, str] | Layout, mesh_shape: Mapping[str, int]) -> Layout:
     """The layout that gives each axis of `mesh_shape` (name -> size) its role.
 
     `roles` is a role's name (every axis plays it), a mapping axis -> role, the text "node=dop,chip=cp", or a layout,
-    which must be of the same mesh. Raises `LayoutError` for a name that is not known.
+    which must be of the same mesh. Raises `LayoutError` for a name that is not known, and for a mesh of more than
+    MOST_AXES axes or MOST_RANKS ranks.
     """
+    if len(mesh_shape) > MOST_AXES or math.prod(mesh_shape.values()) > MOST_RANKS:
+        raise LayoutError(
+            f"a mesh has at most {MOST_AXES} axes and {MOST_RANKS} ranks, not {len(mesh_shape)} and "
+            f"{math.prod(mesh_shape.values())}; give fewer num_devices, or leave axes of size 1 out."
+        )
     if isinstance(roles, Layout):
         if {axis.name: axis.size for axis in roles.axes} != dict(mesh_shape):
             raise LayoutError(f"layout {roles} is of another mesh than {dict(mesh_shape)}.")

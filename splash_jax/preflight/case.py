@@ -13,6 +13,7 @@ from splash_jax.configs import config_file, config_names
 from splash_jax.cost import Hardware
 from splash_jax.engine import EngineConfig
 from splash_jax.engine.build import make_buckets
+from splash_jax.engine.limits import check_step
 from splash_jax.errors import ConfigError
 from splash_jax.files import read_text
 from splash_jax.kv import filled_pool
@@ -150,6 +151,9 @@ def draw_case(
     cfg = config or read_model(model)
     if context > cfg.max_position_embeddings:
         raise ConfigError(f"context {context} is more than the model's {cfg.max_position_embeddings} tokens.")
+    if block_size > cfg.max_position_embeddings:
+        raise ConfigError(f"block_size {block_size} is more than the model's context {cfg.max_position_embeddings}.")
+    layouts = tuple(dict.fromkeys(layouts))
     settings = EngineConfig(
         model=Path(model), num_devices=num_devices, layout=layouts[0], layouts=layouts, dtype=dtype,
         attention_backend=attention_backend, max_num_seqs=batch, max_num_batched_tokens=prefill_tokens,
@@ -169,6 +173,8 @@ def draw_case(
         attention_backend=backend, attention_chip=chip,
     )  # fmt: skip
     buckets = {layout: make_buckets(settings, layout, prefill_tokens, backend) for layout in made}
+    for layout in made:
+        check_step(layout, buckets[layout][-1], shapes, batch, prefill_tokens)
     return Case(
         name=model,
         model=cfg,

@@ -18,6 +18,7 @@ from splash_jax.ownership.travel import gathers, most_grains, travel_axes
 from splash_jax.runtime.pages import put, take
 from splash_jax.runtime.shapes import NOWHERE, Shapes
 
+MOST_CHUNKS = 64  # each is written out in a switch's program
 POOLS_AT_A_TIME = 1.5  # of the destination: most that a rank receives in one chunk, unless `Shapes` says otherwise
 
 
@@ -105,14 +106,25 @@ def make_route(
         kernels=shapes.kernels,
     )
     most = shapes.transfer_bytes or POOLS_AT_A_TIME * dst_pages * kv.page_size * kv.bytes_per_token
-    return in_chunks(route, math.ceil(route.sends * group * grain * kv.bytes_per_token / most))
+    at_a_time = max(1, int(most // (group * grain * kv.bytes_per_token)))  # grains that each rank sends
+    return in_chunks(route, math.ceil(route.sends / at_a_time))
 
 
 def in_chunks(route: Route, chunks: int) -> Route:
-    """The route with its moves in so many chunks, and room for no less: what a rank receives at a time is one's."""
-    chunks = max(1, chunks)
+    """The route with its moves in so many chunks, and room for no less: what a rank receives at a time is one's.
+
+    In fewer where chunks of as many grains are enough, so that less than one is padded, and in MOST_CHUNKS at most.
+    """
+    grains = route.sends or route.locals
+    each = -(-grains // min(max(1, chunks), MOST_CHUNKS))
+    chunks = -(-grains // max(1, each)) or 1
     sends, relocated = -(-route.sends // chunks) * chunks, -(-route.locals // chunks) * chunks
     return replace(route, sends=sends, locals=relocated, chunks=chunks)
+
+
+def least_transfer_bytes(route: Route, bytes_per_token: int) -> int:
+    """The least `Shapes.transfer_bytes` that a route can keep to, in MOST_CHUNKS chunks."""
+    return -(-route.sends // MOST_CHUNKS) * route.group * route.grain * bytes_per_token
 
 
 def map_widths(route: Route) -> tuple[int, int]:

@@ -44,8 +44,8 @@ class PolicyConfig:
             if not least <= value < below:
                 raise PolicyError(f"{name} must be at least {least} and below {below}, got {value!r}.")
         for name in ("patience", "window_seconds"):
-            if not getattr(self, name) > 0:
-                raise PolicyError(f"{name} must be above 0, got {getattr(self, name)!r}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise PolicyError(f"{name} must be above 0 and finite, got {getattr(self, name)!r}.")
         for name, least in (("dwell_steps", 0), ("max_switches", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

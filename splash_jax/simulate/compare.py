@@ -118,7 +118,7 @@ def compare(
     if workers == 1:
         rows, found = _gather(ways, map(_job, jobs), len(jobs), done)
     else:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn")) as pool:
             rows, found = _gather(ways, pool.map(_job, jobs, chunksize=1), len(jobs), done)
     if groups > 1 or not ways:
         return rows, {}

@@ -39,7 +39,7 @@ class TableCosts:
     def __init__(self, table: Path, layouts: Sequence[Layout], scale: TableScale | None = None) -> None:
         self.layouts, self.scale = tuple(layouts), scale or TableScale()
         for name in TableScale.__slots__:
-            if not getattr(self.scale, name) >= 0 or self.scale.decode_step == 0:
+            if not 0 <= getattr(self.scale, name) < np.inf or self.scale.decode_step == 0:
                 raise ConfigError(f"{name} is {getattr(self.scale, name)} s; give seconds, decode_step above 0.")
         relative = surface(table, [str(one) for one in self.layouts])
         grid = np.meshgrid(2 ** (BATCHES / PER_OCTAVE), 2 ** (CONTEXTS / PER_OCTAVE), indexing="ij")

@@ -39,6 +39,8 @@ from splash_jax.scheduler import (
 from splash_jax.scheduler.policy import LEAP
 from splash_jax.simulate.traffic import Traffic
 
+MOST_SLOTS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
@@ -56,6 +58,8 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(f"every must be at least 1 step, got {self.every}.")
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise ConfigError(f"a group runs 1 to {MOST_SLOTS} requests at once, not {self.slots}.")
 
     @property
     def longest(self) -> int:

@@ -17,6 +17,8 @@ from splash_jax.files import open_text
 
 T = TypeVar("T")
 
+MOST_REQUESTS = 10**7  # that are drawn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -78,6 +80,7 @@ def rollout(rng: np.random.Generator, requests: int, *, median: float = 24_000, 
 
     `rounds` follow each other: the next begins with the end of the longest.
     """
+    _check(requests, rounds=rounds)
     per = -(-requests // rounds)
     output = np.clip(rng.lognormal(np.log(median), sigma, per * rounds), 1, most).astype(np.int64)
     prompt = rng.integers(prompts[0], prompts[1] + 1, per * rounds)
@@ -91,6 +94,9 @@ def rollout(rng: np.random.Generator, requests: int, *, median: float = 24_000, 
 
 def alternating(rng: np.random.Generator, requests: int, *, period: float = 60.0, rate: float = 8.0) -> Traffic:
     """Chat and documents by turns: half a period of many short requests, half a period of few long ones."""
+    _check(requests)
+    if not 1 <= period * rate < np.inf:
+        raise ConfigError(f"{rate} requests a second make {period * rate} in a period of {period} s; give at least 1.")
     found: list[tuple[float, int, int]] = []
     start, short = 0.0, True
     while len(found) < requests:
@@ -106,6 +112,9 @@ def alternating(rng: np.random.Generator, requests: int, *, period: float = 60.0
 
 def agents(rng: np.random.Generator, requests: int, *, turns: int = 12, rate: float = 0.5) -> Traffic:
     """Sessions whose prompt is all that was said before: it grows from turn to turn, with pauses for tools."""
+    _check(requests, turns=turns)
+    if not 0 < rate < np.inf:
+        raise ConfigError(f"sessions begin at a rate above 0 a second, not {rate}.")
     sessions = -(-requests // turns)
     starts = np.cumsum(rng.exponential(1 / rate, sessions))
     arrival, prompt, output, after = (np.zeros((turns, sessions), kind) for kind in (float, int, int, int))
@@ -165,6 +174,7 @@ def servegen(path: Path, rng: np.random.Generator, requests: int, *, rate: float
 
     `rate` requests per second arrive at random; None: all at once, as a rollout.
     """
+    _check(requests)
     bins: dict[str, list[tuple[float, float]]] = {"input": [(0.0, 0.0)], "output": [(0.0, 0.0)]}
     for number, row in csv_rows(path, ("kind", "tokens_up_to", "probability")):
         with _at(path, number):
@@ -187,6 +197,12 @@ def servegen(path: Path, rng: np.random.Generator, requests: int, *, rate: float
     prompt, output = drawn
     arrival = np.zeros(requests) if rate is None else np.cumsum(rng.exponential(1 / rate, requests))
     return Traffic(arrival=arrival, prompt=prompt, output=output, limit=np.full(requests, output.max()))
+
+
+def _check(requests: int, **counts: int) -> None:
+    for name, count in {"requests": requests, **counts}.items():
+        if not 1 <= count <= MOST_REQUESTS:
+            raise ConfigError(f"{name} must be 1 to {MOST_REQUESTS}, got {count}.")
 
 
 def _trace(path: Path, times: Sequence[float], prompt: Sequence[int], output: Sequence[int], speed: float) -> Traffic:

@@ -186,11 +186,12 @@ def test_a_move_larger_than_the_bound_comes_in_chunks():
     at = programs(1)
     plan = make_plan(LAYOUTS["dp"], LAYOUTS["cp"], at.shapes.kv, (PAGES["dp"], PAGES["cp"]))
     whole = plan_route(at.shapes, plan)
-    received = whole.sends * T * plan.kv.grain_bytes
-    for bound, chunks in ((received, 1), (received - 1, 2), (-(-received // 3), 3)):
+    grain = T * plan.kv.grain_bytes  # of every rank one
+    received = whole.sends * grain
+    for bound, chunks in ((received, 1), (received - 1, 2), (-(-whole.sends // 3) * grain, 3)):
         route = plan_route(replace(at.shapes, transfer_bytes=bound), plan)
         assert route.chunks == chunks
-        assert route.sends // chunks * T * plan.kv.grain_bytes <= bound + T * plan.kv.grain_bytes
+        assert route.sends // chunks * grain <= bound
 
 
 @pytest.mark.parametrize(("src", "dst", "chunks"), [("dp", "tp", 1), ("cp", "dop", 2), ("dop", "cp", 1)])

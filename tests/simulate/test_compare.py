@@ -147,6 +147,8 @@ def test_tables_and_fleets_that_cannot_be_meant_are_refused(tmp_path):
     layouts = tuple(make_layout(name, {"rank": 8}) for name in NAMES)
     with pytest.raises(ConfigError, match=r"decode_step is 0 s; give seconds, decode_step above 0"):
         TableCosts(TABLE, layouts, TableScale(decode_step=0))
+    with pytest.raises(ConfigError, match=r"switch is inf s; give seconds"):
+        TableCosts(TABLE, layouts, TableScale(switch=np.inf))
     deployment = make_deployment()
     with pytest.raises(ConfigError, match=r"groups \(0\) and workers \(1\) must be at least 1"):
         compare(deployment, drain(), ways_of(deployment), groups=0)

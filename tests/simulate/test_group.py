@@ -93,6 +93,8 @@ def test_a_request_that_no_layout_could_hold_is_refused(deployment):
         Group(deployment, deployment.layouts[0]).run(long)
     with pytest.raises(ConfigError, match="every must be at least 1 step, got 0"):
         make_deployment(every=0)
+    with pytest.raises(ConfigError, match="a group runs 1 to 1048576 requests at once, not 1000000000"):
+        make_deployment(slots=10**9)
 
 
 @pytest.mark.parametrize("jump", [False, True])

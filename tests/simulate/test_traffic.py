@@ -197,3 +197,23 @@ def test_what_cannot_be_read_or_meant_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             Traffic(**{"arrival": np.zeros(1), "prompt": one, "output": one, "limit": one} | change)
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda rng: traffic.rollout(rng, 10**9), "requests must be 1 to 10000000, got 1000000000"),
+        (lambda rng: traffic.rollout(rng, 0), "requests must be 1 to 10000000, got 0"),
+        (lambda rng: traffic.rollout(rng, 5, rounds=0), "rounds must be 1 to 10000000, got 0"),
+        (lambda rng: traffic.alternating(rng, 10**9), "requests must be 1 to 10000000, got 1000000000"),
+        (lambda rng: traffic.alternating(rng, 5, period=0.0), "8.0 requests a second make 0.0 in a period of 0.0 s"),
+        (lambda rng: traffic.alternating(rng, 5, period=1e-9), "in a period of 1e-09 s; give at least 1"),
+        (lambda rng: traffic.agents(rng, 5, turns=0), "turns must be 1 to 10000000, got 0"),
+        (lambda rng: traffic.agents(rng, 5, rate=0.0), "sessions begin at a rate above 0 a second, not 0.0"),
+    ],
+    ids=range(8),
+)
+def test_traffic_that_would_never_be_drawn_is_refused(draw, words):
+    with pytest.raises(ConfigError, match=words):
+        draw(np.random.default_rng(0))
+    assert len(traffic.alternating(np.random.default_rng(0), 5, period=1.0, rate=1.0)) == 5

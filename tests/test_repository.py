@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,3 +79,22 @@ def test_whatever_we_ask_for_is_pinned_and_explained():
     for name in sorted(names):
         assert name.lower().replace("_", "-") in pinned, f"{name} has no line in constraints.txt"
         assert f"`{name}`" in reasons, f"{name} has no reason in docs/decisions/0001-dependencies.md"
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_bounds_hold_the_release_that_is_pinned_and_end_before_one_that_nobody_has_tried(python):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def here(lines: list[str]) -> list[Requirement]:
+        found = map(Requirement, lines)
+        return [r for r in found if r.marker is None or r.marker.evaluate({"python_version": python})]
+
+    pinned = {canonicalize_name(r.name): next(iter(r.specifier)).version for r in here(pins())}
+    asked = {canonicalize_name(r.name): r.specifier for r in here(project["dependencies"])}
+    for name, bounds in asked.items():
+        assert bounds.contains(pinned[name]), f"{name} {pinned[name]} is not within {bounds} on Python {python}"
+    for name in ("jax", "transformers"):
+        major, minor = map(int, pinned[name].split(".")[:2])
+        later = f"0.{minor + 1}" if name == "jax" else f"{major + 1}"
+        earlier = f"0.{minor - 1}.99" if name == "jax" else f"{major}.{minor - 1}.99"
+        assert not asked[name].contains(later) and not asked[name].contains(earlier), f"{name}{asked[name]}"

@@ -74,7 +74,7 @@ def twin(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int
     def make(layer: int, when: str) -> LLM:
         it = shared.engine
 
-        def build(config: Any, progress: Any) -> Any:
+        def build(config: Any, progress: Any, model: Any) -> Any:
             state = load_state(it.blueprint, it.programs.mesh, open_checkpoint(it.blueprint), None)
             return it.blueprint, Faulty(it.programs, layer, when, armed=False), state
 

@@ -108,7 +108,7 @@ def mla_prefill(
 
         if form is not None:
             return expanded_form() if form == "expanded" else absorbed_form()
-        if (kind := target) is None:
+        if (known := target) is None:
             return absorbed_form()
         call = Call(
             rows=q.shape[0], sequences=1, keys=0, tile=tile, heads=q.shape[1], latent=value_width,
@@ -117,7 +117,7 @@ def mla_prefill(
 
         def cheaper_form() -> tuple[jax.Array, jax.Array]:
             made = expanded.tokens_made(expanded.tokens_seen(seen, own, pages.shape[0], tile), config_of("expanded"))
-            pays = expansion_pays(call, kind, seen.sum(dtype=jnp.float32), made)
+            pays = expansion_pays(call, known, seen.sum(dtype=jnp.float32), made)
             return jax.lax.cond(pays, expanded_form, absorbed_form)
 
         # What one form alone takes, it serves.

@@ -50,3 +50,17 @@ def oracles() -> Path:
     if not folder.is_dir():
         pytest.fail(f"no oracles at {folder}: set SPLASH_ORACLES to the folder that holds them.")
     return folder
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """XLA's GPU compiler; CI installs it, so there its absence is a failure."""
+    from splash_jax.errors import TargetError
+    from splash_jax.runtime.target import check_compiler
+
+    try:
+        check_compiler()
+    except TargetError as missing:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(missing))

@@ -3,7 +3,6 @@
 Pools here are far larger than anything else in a program, and nothing is allocated: programs are compiled only.
 """
 
-import os
 from collections.abc import Iterator
 from functools import cache
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from splash_jax.cost import load_hardware
-from splash_jax.errors import TargetError
 from splash_jax.kv import store
 from splash_jax.layouts import attention_mesh, make_layout
 from splash_jax.models.config import ModelConfig
@@ -19,7 +17,7 @@ from splash_jax.ownership import Bucket, KVShape
 from splash_jax.preflight.programs import target_of
 from splash_jax.runtime import Programs, Shapes, StepKey
 from splash_jax.runtime.shapes import attention_kernels
-from splash_jax.runtime.target import check_compiler, target_mesh
+from splash_jax.runtime.target import target_mesh
 from tests.runtime.buffers import compile_and_read
 from tests.support import HYBRIDS, LAYOUTS, MESHES, SMALL, USUAL
 
@@ -108,11 +106,5 @@ def test_a_pool_of_bfloat16_would_be_copied_on_cpu(monkeypatch):
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "backend"), [("bfloat16", "gpu"), ("bfloat16", "xla"), ("float32", "xla")])
-def test_a_step_on_h200_updates_its_pool_in_place(dtype, backend, layout, bucket):
-    try:
-        check_compiler()
-    except TargetError as missing:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(missing))
+def test_a_step_on_h200_updates_its_pool_in_place(compiler, dtype, backend, layout, bucket):
     check(on_h200(dtype, backend), layout, bucket, "moe")

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from splash_jax import LLM, SamplingParams, small_model
@@ -27,8 +26,9 @@ from splash_jax.cli.values import print_table
 from splash_jax.engine import EngineConfig, draw_up
 from splash_jax.files import check_target, write_csv, write_text
 from splash_jax.ownership.footprint import IN_TRANSIT
+from splash_jax.progress import make_console
 
-console = Console(highlight=False)
+console = make_console()
 LAYOUTS = ("tp", "dp", "cp", "dop")
 
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from splash_jax.cost import Load, Room
 from splash_jax.kv import PagePool
 from splash_jax.layouts import make_layout
 from splash_jax.ownership import KVShape, Layout
+from splash_jax.progress import make_console
 from splash_jax.scheduler import Memory, Observer, PolicyConfig, Request, SamplingParams, Scheduler, SwitchCost, decide
 from splash_jax.simulate import buckets_of
 
@@ -81,7 +81,7 @@ def main() -> None:
     for requests in map(int, args.requests.split(",")):
         found = [(1e6 * part.min(), 1e6 * np.median(part)) for part in measure(requests, args.repeat)]
         table.add_row(str(requests), *(f"{value:.0f}" for pair in found for value in pair))
-    Console(highlight=False).print(table)
+    make_console().print(table)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from bench_workers import Case, Worker, cpu_name, engine_worker, limits_worker
-from rich.console import Console
 from rich.table import Table
 
 from splash_jax.files import check_target, write_text
+from splash_jax.progress import make_console
 
-console = Console()
+console = make_console()
 DTYPES = ("float32", "bfloat16")
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from bench_workers import CONFIG, Case, Limits, Worker, cpu_name, engine_worker, hugging_face_worker, limits_worker
-from rich.console import Console
 from rich.table import Table
 
 from splash_jax.cli.process import command
 from splash_jax.files import check_target, write_csv
+from splash_jax.progress import make_console
 
-console = Console()
+console = make_console()
 
 
 def main() -> None:

@@ -8,13 +8,13 @@ import argparse
 import time
 from itertools import pairwise, permutations
 
-from rich.console import Console
 from rich.table import Table
 
 from splash_jax.cost import load_hardware
 from splash_jax.kv import PagePool, filled_pool
 from splash_jax.ownership import plan_switch
 from splash_jax.preflight.case import draw_case
+from splash_jax.progress import make_console
 from splash_jax.runtime.transfer import make_maps
 
 
@@ -43,7 +43,7 @@ def main() -> None:
             times.append([1e3 * (b - a) for a, b in pairwise(clock)])
         best = [f"{min(each):.1f}" for each in zip(*times, strict=True)]
         table.add_row(f"{src} -> {dst}", f"{case.pages(src):,} -> {case.pages(dst):,}", *best)
-    console = Console(highlight=False)
+    console = make_console()
     console.print(table)
     console.print(f"best of {args.runs}, one core of this machine")
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from bench_workers import CONFIG
-from rich.console import Console
 from switch_plot import draw
 from switch_report import Row, notes, show, summarise, write_csv
 from switch_setup import Job
@@ -29,6 +28,7 @@ from switch_setup import Job
 from splash_jax.cli.process import command
 from splash_jax.files import check_target
 from splash_jax.platforms import on_cpu
+from splash_jax.progress import make_console
 
 # Embedding and head are no part of a switch, and layers of one kind need half the programs.
 SMALLER = {"vocab_size": 4096, "first_k_dense_replace": 0}
@@ -38,8 +38,7 @@ def main() -> None:
     args = _arguments()
     check_target(args.csv)
     check_target(args.plot)
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 150))
+    console = make_console(width=max(make_console().width, 150))
     pinned = args.processes > 1 and on_cpu()
     rows: list[Row] = []
     device = "cpu"

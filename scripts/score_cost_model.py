@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table as Printed
 
 from splash_jax.cli.process import command
 from splash_jax.cost import tables
 from splash_jax.files import check_target, write_text
 from splash_jax.layouts import make_layout
+from splash_jax.progress import make_console
 
 ORDER, FEW = ("tp", "dp", "cp", "dop"), "cp"
 
@@ -79,7 +79,7 @@ def report(options: argparse.Namespace) -> None:
     if options.json is not None:
         scored = {name: {when: asdict(s) for when, s in by_time.items()} for name, by_time in found.items()}
         write_text(options.json, json.dumps({"scores": scored, "constants": asdict(constants)}, indent=1) + "\n")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = make_console(width=None if sys.stdout.isatty() else 110)
     console.print(printed)
     console.print(
         f"  Ratios between layouts are off by {100 * errors.std():.1f} % (r.m.s.). Constants (seconds, millions"

@@ -21,11 +21,11 @@ import numpy as np
 from policy_rules import accumulated_regret, margin, optimum, total
 from policy_settings import ESTIMATES, LAYOUTS, SWITCHES, WORKLOADS, Setting, make_loads, make_setting
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from splash_jax.cli.process import command
 from splash_jax.files import check_target, write_csv
+from splash_jax.progress import make_console
 from splash_jax.scheduler import Choice, Memory, PolicyConfig, Quote, Snapshot, Switch, decide
 from splash_jax.simulate.surface import SURFACES, surface
 
@@ -131,8 +131,7 @@ def main() -> None:
         columns = ("surface", "workload", "switch", "estimate", "rule", "total_over_optimum")
         told = ((*name, rule, f"{ratio:.6f}") for (name, rule), ratio in ratios.items())
         write_csv(args.csv, columns, (dict(zip(columns, row, strict=True)) for row in told))
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 112), soft_wrap=True)
+    console = make_console(width=max(make_console().width, 112), soft_wrap=True)
     table = Table(title=f"Total time over the offline optimum: {len(names)} settings, {seeds} seeds", box=SIMPLE_HEAD)
     for column in ("rule", "mean", "worst", *ESTIMATES, *SWITCHES):
         table.add_column(column, justify="left" if column == "rule" else "right")

@@ -6,18 +6,14 @@ from typing import Any
 import numpy as np
 from switch_report import Row, moves
 
-from splash_jax.cli.values import save_figure
+from splash_jax.cli.values import pyplot, save_figure
 
 COLOURS = {"blocking": "#BB5566", "splash": "#004488"}
 
 
 def draw(rows: list[Row], path: Path, device: str) -> None:
     """Overheads over target-ready: a dot for each median, a line from the first to the third quartile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     panels = list(dict.fromkeys((r.devices, r.processes, r.step) for r in rows))
     most = max(sum((r.devices, r.processes, r.step) == panel for r in rows) for panel in panels)
     with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):

@@ -65,7 +65,17 @@ def written(path: Path) -> Iterator[Path]:
     So `path` is complete, or as it was. What is no ordinary file (a device, a pipe), or stands in a folder that takes
     no new file, is written in place.
     """
-    target = Path(os.path.realpath(path))
+    try:
+        with _beside(Path(os.path.realpath(path))) as made:
+            yield made
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # of a write, which does not say where
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
     if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
         yield target
         return

@@ -3,14 +3,26 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-STDERR = Console(stderr=True, highlight=False)
+WIDTH = 80  # columns, where the terminal says that it has none
 EVERY_S = 60  # between two lines of one thing
 
 Report = Callable[[str, int, int], None]  # what, done, in all
+
+
+def make_console(*, stderr: bool = False, **options: Any) -> Console:
+    """A console to print on. COLUMNS=0, as terminals without a size pass on, would have rich print nothing at all."""
+    made = Console(stderr=stderr, highlight=False, **options)
+    if made.width < 1:
+        made.width = WIDTH
+    return made
+
+
+STDERR = make_console(stderr=True)
 
 
 @contextmanager

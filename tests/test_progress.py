@@ -1,5 +1,7 @@
 """What a log shows of a long preparation."""
 
+import pytest
+
 from splash_jax import progress
 
 
@@ -15,3 +17,12 @@ def test_a_log_gets_a_line_at_the_beginning_each_minute_and_at_the_end(monkeypat
         "compiling programs: 4 of 5 after 125 s",
         "compiling programs: done after 130 s",
     ]
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 80), ("1", 1), ("132", 132)])
+def test_a_terminal_without_columns_still_gets_its_text(monkeypatch, capsys, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    console = progress.make_console()
+    assert console.width == width
+    console.print("text")
+    assert "".join(capsys.readouterr().out.split()) == "text"

@@ -1,6 +1,7 @@
 """Offline inference: prompts in, completions out, on a mesh whose attention layout may change while they run."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -57,7 +58,8 @@ class LLM:
     ) -> None:
         ranks = mesh_ranks(mesh) if num_devices is None else num_devices
         _check_names(settings)
-        config = EngineConfig(model=Path(model), num_devices=ranks, mesh=mesh, layout=layout, **settings)
+        model = Path(model) if isinstance(model, str | os.PathLike) else model
+        config = EngineConfig(model=model, num_devices=ranks, mesh=mesh, layout=layout, **settings)
         with progress_report() if progress is True else nullcontext(progress or None) as report:
             self.engine = Engine(config, report)
         self._serial = itertools.count()

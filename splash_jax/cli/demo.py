@@ -15,7 +15,7 @@ from splash_jax.cli.process import do_all, on_cpu, prepare_process
 from splash_jax.cli.report import compare, print_decisions, print_proof, print_switches, print_texts, switch_costs
 from splash_jax.cli.values import check_targets, make_folder, model_path, write_json
 from splash_jax.host import processors
-from splash_jax.progress import progress_report
+from splash_jax.progress import make_console, progress_report
 
 if TYPE_CHECKING:
     from splash_jax import LLM, RequestOutput
@@ -42,7 +42,7 @@ def demo(
     On a machine with accelerators: JAX_PLATFORMS=cpu splash demo.
     """
     began = perf_counter()
-    console = Console(stderr=json, highlight=False)
+    console = make_console(stderr=json)
     if hardware is not None and not auto:
         raise typer.BadParameter("is the policy's profile; add --auto.", param_hint="--hardware")
     make_folder(out, "--out")

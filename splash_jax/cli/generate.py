@@ -65,7 +65,7 @@ def generate(
     """Complete prompts, on any number of devices, switching the layout where asked to."""
     prompts = _read_prompts(prompt or [], prompts_file)
     switches = switch_steps(switch or [])
-    check_targets(json=json)
+    check_targets(json=json, reads=[prompts_file])
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
     axes, ranks = mesh_and_ranks(mesh, num_devices)
     prepare_process(ranks)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from splash_jax.cli.values import save_figure
+from splash_jax.cli.values import pyplot, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,10 +21,7 @@ LANES = {"compute": 1, "communication": 0}
 
 def draw_lanes(report: "Report", path: Path) -> bool:
     """Draw every switch that transfers into a PNG, a row each, decode beside prefill. False: there is none."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     from splash_jax.preflight.case import STEPS
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from splash_jax.cli.plots import LINES
 from splash_jax.cli.regimes import ROWS, SWITCHED, Outlook, tokens
-from splash_jax.cli.values import save_figure
+from splash_jax.cli.values import pyplot, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 def draw_outlook(found: Outlook, path: Path) -> None:
     """Draw four panels into a PNG of 1680 x 1260 pixels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     with plt.rc_context({"font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(2, 2, figsize=(14, 10.5))

@@ -22,6 +22,7 @@ from splash_jax.cli.values import (
     token_counts,
     write_json,
 )
+from splash_jax.progress import make_console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +65,7 @@ def plan(
     """
     counts = None if tokens is None else token_counts(tokens)
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
-    check_targets(json=json, plot=plot)
+    check_targets(json=json, plot=plot, reads=[hardware])
     if mesh is None and num_devices is None:
         raise typer.BadParameter("give the number of ranks, -T 8, or their axes, --mesh node=2,chip=4.")
     axes, ranks = mesh_and_ranks(mesh, num_devices)
@@ -104,7 +105,7 @@ def plan(
     title = f"{model} on {where}, {example.shapes.dtype}, pages of {block_size} tokens"
     do_all(
         lambda: None if json is None else write_json(json, _as_json(model, ranks, counts, held, plans)),
-        lambda: None if str(json) == "-" else _print(Console(highlight=False), title, counts, held, plans),
+        lambda: None if str(json) == "-" else _print(make_console(), title, counts, held, plans),
     )
 
 
@@ -119,7 +120,7 @@ def _price(
     do_all(
         lambda: None if json is None else write_json(json, outlook_json(found)),
         lambda: None if plot is None else draw_outlook(found, plot),
-        lambda: None if str(json) == "-" else print_outlook(Console(highlight=False), found),
+        lambda: None if str(json) == "-" else print_outlook(make_console(), found),
     )
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splash_jax.cli.values import in_bytes, save_figure
+from splash_jax.cli.values import in_bytes, pyplot, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +26,7 @@ MIB = 2**20
 
 def draw_run(records: "list[StepRecord]", path: Path, num_devices: int) -> None:
     """Draw a run's records into a PNG of 1440 x 1080 pixels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(12, 9), sharex=True, height_ratios=(1, 1))

@@ -13,7 +13,7 @@ from typer import Option
 
 from splash_jax.cli.process import do_all
 from splash_jax.cli.values import check_targets, in_bytes, in_ms, print_table, write_json
-from splash_jax.progress import progress_report
+from splash_jax.progress import make_console, progress_report
 
 if TYPE_CHECKING:
     from splash_jax.preflight import Report
@@ -44,7 +44,7 @@ def preflight(
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw what lies beside each transfer, as a PNG.")] = None,
 ) -> None:
     """Compile every step and switch for GPUs that are not here, and say what would happen on them."""
-    check_targets(json=json, plot=plot)
+    check_targets(json=json, plot=plot, reads=[hardware])
     os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU compiler is asked by name; a GPU that happens to be here is not
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # without a device the compiler has much to say about tuning
     from splash_jax.cost import load_hardware
@@ -67,7 +67,7 @@ def preflight(
     do_all(
         lambda: None if json is None else write_json(json, report.as_json()),
         lambda: None if plot is None else _draw(report, plot),
-        lambda: None if str(json) == "-" else print_report(Console(highlight=False), report),
+        lambda: None if str(json) == "-" else print_report(make_console(), report),
     )
 
 

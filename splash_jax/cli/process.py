@@ -20,7 +20,7 @@ def prepare_process(num_devices: int) -> None:
     if "jax" in sys.modules or not on_cpu():
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("NPROC", "32")
+    os.environ["NPROC"] = os.environ.get("NPROC") or "32"
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" not in flags and "JAX_NUM_CPU_DEVICES" not in os.environ:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={num_devices}".strip()
@@ -33,8 +33,10 @@ def one_line_errors() -> Iterator[None]:
         yield
     except EngineFailed:
         raise
-    except (SplashError, OSError) as error:
+    except (SplashError, OSError, MemoryError) as error:
         text = " ".join(str(error).split())
+        if isinstance(error, MemoryError):
+            text = f"there is not enough memory for what was asked for ({text or 'MemoryError'}); ask for less."
         print(f"error: {text or type(error).__name__}", file=sys.stderr)
         raise SystemExit(1) from None
 

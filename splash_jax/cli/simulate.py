@@ -15,6 +15,7 @@ from typer import Option
 from splash_jax.cli.process import do_all
 from splash_jax.cli.values import byte_size, check_targets, print_table
 from splash_jax.files import write_csv, written
+from splash_jax.progress import make_console
 
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Row, Traffic
@@ -57,7 +58,7 @@ def simulate(
     if groups > 1 and (plot is not None or log is not None):
         raise typer.BadParameter("a fleet has no one run to draw or log; leave --groups at 1.", param_hint="--plot")
     budget = None if device_memory_bytes is None else byte_size(device_memory_bytes)
-    check_targets(csv=out, plot=plot, log=log)
+    check_targets(csv=out, plot=plot, log=log, reads=[table, hardware, traffic.partition(":")[2]])
     from splash_jax.simulate import compare, ways_of
 
     deployment = _deployment(
@@ -66,7 +67,7 @@ def simulate(
     )  # fmt: skip
     load = _traffic(traffic, requests, seed, speed)
     longest = int((load.prompt + load.output).max())
-    console = Console(highlight=False)
+    console = make_console()
     if longest > deployment.longest:
         console.print(
             f"requests are cut to {deployment.longest:,} tokens, what one alone may have in every layout; the longest "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from splash_jax.cli.plots import LINES
-from splash_jax.cli.values import save_figure
+from splash_jax.cli.values import pyplot, save_figure
 
 if TYPE_CHECKING:
     from splash_jax.simulate import Deployment, Outcome, Row
@@ -19,10 +19,7 @@ def draw(
     deployment: "Deployment", rows: "list[Row]", outcomes: "Mapping[str, Outcome]", path: Path, title: str
 ) -> None:  # fmt: skip
     """Draw a PNG of 1440 x 960 pixels: bars of every way above, the last way's load and layouts below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     names = [str(one) for one in deployment.layouts]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +113,20 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table, crop=False)
 
 
-def check_targets(**targets: Path | None) -> None:
-    """Refuse, before a long run, files that could not be written after it. Each by its option: json=Path("a.json")."""
+def check_targets(*, reads: Iterable[str | Path | None] = (), **targets: Path | None) -> None:
+    """Refuse, before a long run, files that could not be written after it. Each by its option: json=Path("a.json").
+
+    Nor may they be those that the command `reads`, or the same: one would be lost without a word.
+    """
+    taken = {os.path.realpath(path): "what this command reads" for path in reads if path and os.path.isfile(path)}
     for name, target in targets.items():
         if target is None or (name == "json" and str(target) == "-"):
             continue
+        if str(target) == "-":
+            raise typer.BadParameter("- is stdout for --json only; name a file.", param_hint=f"--{name}")
+        whose = taken.setdefault(os.path.realpath(target), f"--{name}'s file")
+        if whose != f"--{name}'s file" and not target.is_char_device():
+            raise typer.BadParameter(f"{target} is {whose} too; name another file.", param_hint=f"--{name}")
         try:
             check_target(target)
         except ConfigError as error:
@@ -134,7 +145,22 @@ def make_folder(folder: Path, option: str) -> None:
         ) from None
 
 
+def pyplot() -> Any:
+    """Matplotlib's pyplot, for files only.
+
+    A command may have inherited a notebook's MPLBACKEND, or a window's, which can be unknown or missing here.
+    """
+    os.environ["MPLBACKEND"] = "agg"
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
 def _check_picture(target: Path) -> None:
+    pyplot()
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()

@@ -4,6 +4,7 @@ These are the constants of Eq. 10 (arXiv 2609.37626): effective rates where they
 not. Where a profile does not tell attention's rates from those of weights, one rate serves both.
 """
 
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -49,7 +50,9 @@ _OPTIONAL = {"target", "ranks_share_device", *_MORE_NUMBERS}
 
 def load_hardware(name: str | Path) -> Hardware:
     """A profile by its name in `configs/hardware`, or from a TOML file. Raises ConfigError for what is not right."""
-    path = name if isinstance(name, Path) else Path(name) if name.endswith(".toml") else config_file("hardware", name)
+    path = Path(os.path.expanduser(name))
+    if isinstance(name, str) and not name.endswith(".toml"):
+        path = config_file("hardware", name)
     try:
         values = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:

@@ -1,6 +1,7 @@
 """Settings of an engine, checked whole before anything is loaded."""
 
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -54,7 +55,7 @@ class EngineConfig:
     seed: int = 0  # of requests that bring none
     hardware: str | Path | None = None  # of layout "auto": a name in configs/hardware or a TOML file; None: as is here
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # of layout "auto"
-    decision_log: str | Path | None = None  # of layout "auto": where every decision is written, a line of JSON each
+    decision_log: str | Path | None = None  # of layout "auto": every decision, a line of JSON each; begun anew
     compilation_cache_dir: str | Path | None = DEFAULT_CACHE_DIR  # unless JAX has one; None: as JAX has it
     skip_tokenizer_init: bool = False
     debug_checks: bool = (
@@ -70,6 +71,7 @@ class EngineConfig:
             object.__setattr__(self, "decode_buckets", tuple(map(plain, self.decode_buckets)))
         if not isinstance(self.model, Path):
             raise ConfigError(f"model must be the pathlib.Path of a checkpoint directory, got {self.model!r}.")
+        object.__setattr__(self, "model", Path(os.path.expanduser(self.model)))
         for name in (
             "num_devices",
             "max_num_seqs",

@@ -6,6 +6,7 @@ Nothing that goes wrong in here ends a request: it is told once, and the engine 
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -179,13 +180,16 @@ def step_model(blueprint: Blueprint, hardware: Hardware) -> StepModel:
 
 
 def log_path(path: str | Path) -> Path:
-    """The file that decisions are to be written into. Raises `ConfigError` where that cannot be."""
-    made = Path(path)
+    """The file that decisions are to be written into, wherever the process goes later.
+
+    Raises `ConfigError` where that cannot be.
+    """
+    made = Path(os.path.expanduser(path)).absolute()
     try:
         made.open("a", encoding="utf-8").close()
     except OSError as error:
         raise ConfigError(
-            f"decision_log {str(made)!r} cannot be written: {error.strerror}. Name a file in a folder that is there "
+            f"decision_log {str(path)!r} cannot be written: {error.strerror}. Name a file in a folder that is there "
             f"and may be written into."
         ) from error
     return made

@@ -34,13 +34,13 @@ def prepare_platform(num_devices: int) -> None:
     if not on_cpu(jax.config.jax_platforms):  # type: ignore[attr-defined]
         return
     spare_the_trace()
-    told = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    counted = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     try:
-        if not told and getattr(jax.config, NUM_CPU_DEVICES) < num_devices:
+        if not counted and getattr(jax.config, NUM_CPU_DEVICES) < num_devices:
             jax.config.update(NUM_CPU_DEVICES, num_devices)
     except RuntimeError:
         log.debug("devices exist already; their number stays")
-    wide = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    told, wide = _nproc(), _nproc() or os.cpu_count() or 1
     room, need = threads(), 2 * wide + MORE_THREADS
     if room.limit < need:
         raise ConfigError(
@@ -48,11 +48,21 @@ def prepare_platform(num_devices: int) -> None:
             "raise that limit, or lower NPROC where num_devices is 1."
         )
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if num_devices > 1 and version < (0, 12) and int(os.environ.get("NPROC", "0")) < 16:
+    if num_devices > 1 and version < (0, 12) and told < 16:
         warnings.warn(
             "several virtual CPU devices can deadlock in this JAX: set NPROC=32 in the environment before JAX starts.",
             stacklevel=3,
         )
+
+
+def _nproc() -> int:
+    """Threads that the environment asks XLA for; 0 where it does not. Raises `ConfigError` for what is no number."""
+    given = os.environ.get("NPROC", "").strip()
+    if not given:
+        return 0
+    if not (given.isascii() and given.isdigit() and int(given)):
+        raise ConfigError(f"NPROC is {given!r}, which is no number of threads; set NPROC=32 in the environment.")
+    return int(given)
 
 
 def spare_the_trace() -> None:
@@ -69,9 +79,11 @@ def start_devices() -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an assertion of JAX's own where a plugin finds no device
-        asked = os.environ.get("JAX_PLATFORMS") or "not set"
+        given = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")}
+        asked = [f"{name} is {value}" for name, value in given.items() if value] or ["JAX_PLATFORMS is not set"]
+        cpu = [f"{name}=cpu" for name, value in given.items() if value] or ["JAX_PLATFORMS=cpu"]
         raise ConfigError(
-            f"JAX finds no device; JAX_PLATFORMS is {asked}. Correct it, or set JAX_PLATFORMS=cpu ({error})."
+            f"JAX finds no device; {', '.join(asked)}. Correct it, or set {' '.join(cpu)} ({error})."
         ) from error
 
 

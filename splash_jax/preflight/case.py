@@ -1,5 +1,6 @@
 """One question to a machine: this model, these layouts, this batch. Everything here follows without compiling."""
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,8 +119,9 @@ class Case:
 
 def read_model(name: str) -> ModelConfig:
     """A model by its name in `configs/models`, or from a folder with a `config.json`."""
-    if (Path(name) / "config.json").exists():
-        return read_model_config(Path(name))
+    folder = Path(os.path.expanduser(name))
+    if (folder / "config.json").exists():
+        return read_model_config(folder)
     if name not in config_names("models"):
         raise ConfigError(
             f"no model {name!r}: neither a folder with a config.json nor one of {', '.join(config_names('models'))}."

@@ -78,7 +78,8 @@ def rollout(rng: np.random.Generator, requests: int, *, median: float = 24_000, 
             most: int = 500_000, prompts: tuple[int, int] = (1024, 8192), rounds: int = 1) -> Traffic:  # fmt: skip
     """An RL rollout: all requests at once, heavy-tailed lengths, and nothing more until the last has ended.
 
-    `rounds` follow each other: the next begins with the end of the longest.
+    `rounds` follow each other: the next begins with the end of the longest. The last has fewer requests where they do
+    not divide.
     """
     _check(requests, rounds=rounds)
     per = -(-requests // rounds)
@@ -88,8 +89,10 @@ def rollout(rng: np.random.Generator, requests: int, *, median: float = 24_000, 
     for turn in range(1, rounds):
         before = slice((turn - 1) * per, turn * per)
         after[turn * per : (turn + 1) * per] = before.start + int((prompt + output)[before].argmax())
-    limit = np.full(per * rounds, most, np.int64)
-    return Traffic(arrival=np.zeros(per * rounds), prompt=prompt, output=output, limit=limit, after=after)
+    return Traffic(
+        arrival=np.zeros(requests), prompt=prompt[:requests], output=output[:requests],
+        limit=np.full(requests, most, np.int64), after=after[:requests],
+    )  # fmt: skip
 
 
 def alternating(rng: np.random.Generator, requests: int, *, period: float = 60.0, rate: float = 8.0) -> Traffic:

@@ -243,6 +243,7 @@ print(os.environ.get("NPROC"), os.environ.get("XLA_FLAGS"))
     [
         (["JAX_PLATFORMS=cpu"], "32 --xla_force_host_platform_device_count=6"),
         (["JAX_PLATFORMS=cpu", "NPROC=48", "XLA_FLAGS=--a"], "48 --a --xla_force_host_platform_device_count=6"),
+        (["JAX_PLATFORMS=cpu", "NPROC="], "32 --xla_force_host_platform_device_count=6"),
         (["JAX_PLATFORMS=cuda"], "None None"),
     ],
 )

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from splash_jax.cli.main import app, run
-from splash_jax.cli.process import do_all, lasting_output
+from splash_jax.cli.process import command, do_all, lasting_output
+from splash_jax.cli.values import check_targets
 
 ROOT = Path(__file__).resolve().parents[2]
 AWKWARD = "naïve \u2028 \ufffd \U0001f30d"
@@ -28,6 +29,18 @@ with command():
         print({AWKWARD!r})
     write_text(Path(sys.argv[1]), "done")
     raise SystemExit(int(sys.argv[2]))
+"""
+
+
+DRAWN = """
+import sys
+from pathlib import Path
+from splash_jax.cli.values import check_targets, pyplot
+check_targets(plot=Path(sys.argv[1]))
+plt = pyplot()
+plt.figure()
+plt.savefig(sys.argv[1])
+print(plt.get_backend())
 """
 
 
@@ -142,7 +155,7 @@ def test_what_a_full_disk_does_not_take_is_still_printed(capsys, arguments, opti
     with pytest.raises(SystemExit) as end:
         run([*arguments, option, "/dev/full"])
     told = capsys.readouterr()
-    assert end.value.code == 1 and "error: [Errno 28] No space left on device" in told.err
+    assert end.value.code == 1 and "error: [Errno 28] No space left on device: '/dev/full'" in told.err
     assert len(told.out.splitlines()) > 5
 
 
@@ -169,6 +182,57 @@ def test_results_that_cannot_be_written_are_refused_before_the_run(tmp_path, cap
             run(arguments)
         assert end.value.code == 2
         assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_no_result_takes_the_place_of_an_input_or_of_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("trace.csv", "prompts.txt", "here.toml", "table.csv"):
+        Path(name).write_text("kept")
+    os.symlink("trace.csv", "link.csv")
+    simulate = ["simulate", "deepseek-v3.2"]
+    for arguments, words in (
+        (
+            [*simulate, "--traffic", "azure:trace.csv", "--csv", "trace.csv"],
+            "trace.csv is what this command reads too;",
+        ),
+        (
+            [*simulate, "--traffic", "azure:./trace.csv", "--csv", "link.csv"],
+            "link.csv is what this command reads too;",
+        ),
+        ([*simulate, "--table", "table.csv", "--log", "table.csv"], "--log: table.csv is what this command reads too;"),
+        ([*simulate, "--csv", "run.x", "--log", "./run.x"], "--log: run.x is --csv's file too; name another file."),
+        ([*simulate, "--csv", "-"], "--csv: - is stdout for --json only; name a file."),
+        (["generate", "small", "--prompts-file", "prompts.txt", "--json", "prompts.txt"], "what this command reads"),
+        (["plan", "small", "-T", "2", "--hardware", "here.toml", "--json", "here.toml"], "what this command reads"),
+        (["preflight", "deepseek-v3.2", "--hardware", "here.toml", "--json", "here.toml"], "what this command reads"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run(arguments)
+        assert end.value.code == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"kept"}
+    check_targets(csv=Path("/dev/null"), log=Path("/dev/null"))
+
+
+@pytest.mark.parametrize("backend", ["module://nowhere.inline", "nonsense", "tkagg"])
+def test_a_picture_is_drawn_whatever_backend_was_inherited(tmp_path, backend):
+    target = str(tmp_path / "a.png")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": backend}
+    done = subprocess.run(
+        [sys.executable, "-c", DRAWN, target], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.lower()) == (0, "agg\n"), done.stderr
+    assert (tmp_path / "a.png").stat().st_size > 100
+
+
+@pytest.mark.parametrize(("raised", "told"), [(MemoryError(), "MemoryError"), (MemoryError("7 TiB"), "7 TiB")])
+def test_what_memory_does_not_hold_is_one_line(capsys, raised, told):
+    with pytest.raises(SystemExit) as end, command():
+        raise raised
+    assert end.value.code == 1
+    assert (
+        capsys.readouterr().err == f"error: there is not enough memory for what was asked for ({told}); ask for less.\n"
+    )
 
 
 def test_json_on_a_stdout_that_is_closed(monkeypatch):

@@ -1,5 +1,6 @@
 """The policy at the wheel, without an engine: what it is told, what it asks for, and what it survives."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,22 @@ def test_a_log_that_cannot_be_written_is_refused_by_its_name(small: Path, tmp_pa
         with pytest.raises(ConfigError, match=f"decision_log '{path}' cannot be written: {why}.*Name a file"):
             log_path(path)
     assert log_path(str(tmp_path / "log")) == tmp_path / "log"
+
+
+def test_a_log_stays_where_it_was_begun(
+    small: Path, hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    seat = Seat(blueprint(small, decision_log="log"), hardware)
+    seat.add()
+    seat.steer(0)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    seat.steer(1)
+    assert [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [0, 1]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert log_path("~/log") == tmp_path / "log"
 
 
 def test_an_engine_with_a_bad_log_is_refused_before_it_is_built(

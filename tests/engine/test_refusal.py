@@ -404,6 +404,22 @@ def test_threads_that_a_process_may_not_have(small: Path, monkeypatch: pytest.Mo
         make_llm(small)
 
 
+@pytest.mark.parametrize("value", ["auto", "-4", "0", "3.5", "１６"])
+def test_a_number_of_threads_that_is_none(small: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("NPROC", value)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"NPROC is {value!r}, which is no number of threads; set NPROC=32")
+    ):
+        make_llm(small)
+
+
+def test_an_empty_number_of_threads_is_none_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "")
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    with pytest.warns(UserWarning, match="set NPROC=32"):
+        platform.prepare_platform(2)
+
+
 def test_rows_that_no_step_can_have_are_not_compiled_for(small: Path) -> None:
     sizes = {
         rows: draw_up(EngineConfig(model=small, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=rows)).buckets
@@ -435,6 +451,22 @@ def test_a_platform_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "banana")
     with pytest.raises(ConfigError, match=r"no device; JAX_PLATFORMS is banana\. Correct it, or set JAX_PLATFORMS=cpu"):
         start_devices()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_PLATFORM_NAME", "gpu")
+    words = "JAX_PLATFORMS is cpu, JAX_PLATFORM_NAME is gpu. Correct it, or set JAX_PLATFORMS=cpu JAX_PLATFORM_NAME=cpu"
+    with pytest.raises(ConfigError, match=words):
+        start_devices()
+
+
+@pytest.mark.parametrize("model", [b"folder", 7, None])
+def test_a_model_that_is_no_path(model: object) -> None:
+    with pytest.raises(ConfigError, match=r"model must be the pathlib\.Path of a checkpoint directory, got"):
+        LLM(model)  # type: ignore[arg-type]
+
+
+def test_a_home_folder_is_found_by_its_sign(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(small.parent))
+    assert EngineConfig(model=Path("~") / small.name).model == small
 
 
 def test_the_longest_prompts(llm: LLM) -> None:

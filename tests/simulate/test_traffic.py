@@ -14,6 +14,17 @@ NOON, HEADER = "2024-05-12 12:00:00", "TIMESTAMP,ContextTokens,GeneratedTokens\n
 TRACES = Path(__file__).resolve().parent.parent / "data" / "traces"
 
 
+@pytest.mark.parametrize("requests", [1, 3, 4, 10])
+def test_rounds_have_as_many_requests_as_were_asked_for(requests):
+    drawn = traffic.rollout(np.random.default_rng(0), requests, rounds=4)
+    assert len(drawn) == requests
+    assert (drawn.after < np.arange(requests)).all()
+    per = -(-requests // 4)
+    assert [int((drawn.after[i : i + per] >= 0).sum()) for i in range(per, requests, per)] == [
+        len(drawn.after[i : i + per]) for i in range(per, requests, per)
+    ]
+
+
 def test_a_rollout_comes_at_once_and_its_rounds_follow_each_other():
     drawn = traffic.rollout(np.random.default_rng(0), 100, median=50, most=400, rounds=4)
     assert (drawn.arrival == 0).all()

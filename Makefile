@@ -15,7 +15,7 @@ TEST_ENV = NPROC=32 JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
 demo: $(LEAN) ## switch layouts in the middle of a batch, on this machine
 	@$(BIN)/splash demo

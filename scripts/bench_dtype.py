@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_workers import Case, Worker, cpu_name, engine_worker, limits_worker
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from splash_jax.files import check_target, write_text
@@ -44,10 +45,9 @@ def main() -> None:
     if args.json:
         write_text(args.json, json.dumps({"cpu": cpu_name(), **limits, "rows": rows}, indent=1) + "\n")
         console.print(f"written to {args.json}")
-    title = (
-        "tokens/s of one device: decode, then prefill; medians. Ratio: bfloat16 over float32, median (least to most)"
-    )
-    table = Table("batch x context", *(("float32", "bfloat16", "ratio") * 2), title=title)
+    title = "tokens/s of one device, medians of rounds; ratio: bfloat16 over float32, median (least to most)"
+    columns = [f"{what}, {column}" for what in ("decode", "prefill") for column in ("float32", "bfloat16", "ratio")]
+    table = Table("batch x context", *columns, title=title, box=SIMPLE_HEAD)
     for row in rows:
         cells = [f"{row['batch']} x {row['context']}"]
         for name in ("decode", "prefill"):
@@ -69,17 +69,19 @@ def _measure(case: Case, workers: tuple[Worker, Worker], rounds: int) -> dict[st
         ratios = [b / a for a, b in pairs]
         row[name] = {dtype: statistics.median(pair[i] for pair in pairs) for i, dtype in enumerate(DTYPES)}
         row[name]["ratio"] = (statistics.median(ratios), min(ratios), max(ratios))
-    console.print(f"{case.batch} x {case.context}: decode {row['decode']}, prefill {row['prefill']}", style="dim")
+    console.print(f"{case.batch} x {case.context}: measured", style="dim")
     return row
 
 
 def _arguments() -> argparse.Namespace:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
-    parser.add_argument("--contexts", type=numbers, default=[128, 1024])
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32], help="requests at once, such as 1,8")
+    parser.add_argument("--contexts", type=numbers, default=[128, 1024], help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=24, help="tokens to draw per request")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rounds", type=int, default=3, choices=range(1, 100), metavar="N", help="times to ask each side"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -101,6 +101,12 @@ class LLM:
         switches = self._check_switches(switches)
         texts = _prompt_list(prompts)
         params = _per_prompt(sampling_params, len(texts))
+        for text, each in zip(texts, params, strict=True):
+            if isinstance(text, str) and each.resumed_tokens:
+                raise RequestError(
+                    f"resumed_tokens {each.resumed_tokens} counts token ids at the end of the prompt: send the prompt "
+                    f"and the output so far as ids; text may be cut into others."
+                )
         ids = [self._encode(text) for text in texts]
         groups = self._queue(ids, params)
         refusal = self._run([request for group in groups for request in group], switches, on_step)
@@ -135,7 +141,9 @@ class LLM:
         Raises what `generate` raises; `RequestError` too where the engine was built without `scoring`.
         """
         switches = self._check_switches(switches)
-        request = self.engine.add_request(self._name(), _ids(token_ids), SamplingParams(), score=True)
+        request = self.engine.add_request(
+            self._name(), _listed(token_ids, "logits are of a list of token ids"), SamplingParams(), score=True
+        )
         refusal = self._run([request], switches, None)
         rows = self._take_logits(request)
         if refusal is not None:

@@ -159,6 +159,8 @@ class Engine:
             layout = allowed.get(name) or allowed.get(self.config.spelled_out(name))
         if layout is None:
             known = ", ".join(allowed)
+            if isinstance(name, str):
+                self.config.layout_of(name)  # which says so where there is none of this name
             raise LayoutError(f"layout {name!r} is not among the allowed layouts {known}; build it in with layouts.")
         return layout
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from splash_jax.errors import CheckpointError
 
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUPPORTED = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16))
 
@@ -80,7 +81,7 @@ class Checkpoint:
         """
         try:
             files, index = _weight_files(path)
-            unread = sorted(file.name for file in path.glob("*.safetensors") if file not in files)
+            unread = sorted(file.name for file in path.glob("[!.]*.safetensors") if file not in files)
         except OSError as error:
             raise _unreadable(path, error) from None
         if unread:
@@ -183,6 +184,21 @@ class Checkpoint:
         return self._tensors[name]
 
 
+def check_folder(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a folder with a config.json; says what to give where that shows."""
+    if (path / CONFIG).exists():
+        return
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"checkpoint {path} {found}. Give the folder that holds {CONFIG} and the weights; nothing is downloaded."
+            ' The embedded model is splash_jax.small_model(), on the command line "small".'
+        )
+    snapshots = sorted(str(folder) for folder in path.glob("snapshots/*") if (folder / CONFIG).exists())
+    hint = f"It is a hub's cache: give {' or '.join(snapshots)}." if snapshots else "Give the folder that holds it."
+    raise CheckpointError(f"{path}: there is no {CONFIG} in it. {hint}")
+
+
 def read_json(file: Path) -> dict[str, object]:
     """Parse a JSON object. Raises CheckpointError when it is missing, unreadable, damaged or no object."""
     text = _head(file, _size(file))
@@ -243,7 +259,7 @@ def _weight_files(path: Path) -> tuple[list[Path], _Index]:
         log.warning("%s: none of the files it names is there; %s is read.", path / INDEX, SINGLE)
     if single.exists():
         return [single], alone
-    found = sorted(path.glob("*.safetensors"))
+    found = sorted(path.glob("[!.]*.safetensors"))  # macOS leaves a "._" file beside each
     if len(found) == 1:
         return found, alone
     kind = f"{len(found)} *.safetensors files but no {INDEX}" if found else "no weights"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import final
 
 from splash_jax.errors import ConfigError
-from splash_jax.models.checkpoint import read_json
+from splash_jax.models.checkpoint import check_folder, read_json
 from splash_jax.models.rope import RopeConfig, yarn_scale
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
@@ -116,6 +116,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises CheckpointError for a file that cannot be read and ConfigError for a model that cannot be served.
     """
+    check_folder(path)
     file = path / "config.json"
     cfg = ModelConfig.from_dict(read_json(file), str(file))
     generation = path / "generation_config.json"

@@ -96,7 +96,10 @@ def test_usage_errors_say_what_to_write(arguments, words, capsys):
             ["plan", "nowhere", "-T", "2"],
             "no model 'nowhere': neither a folder with a config.json nor one of deep",
         ),
-        (["generate", "nowhere", "--prompt", "a"], "nowhere/config.json: cannot be read"),
+        (
+            ["generate", "nowhere", "--prompt", "a"],
+            "checkpoint nowhere does not exist. Give the folder that holds config.json",
+        ),
         (["plan", "small", "-T", "3"], "8 attention heads cannot be split over 3 devices"),
         (["plan", "small", "-T", "2", "--dtype", "int4"], "dtype must be auto, float32 or bfloat16, got 'int4'."),
         (

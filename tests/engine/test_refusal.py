@@ -88,7 +88,7 @@ def test_a_plan_says_beforehand_that_a_switch_does_not_fit(llm: LLM) -> None:
 def test_unknown_layouts(llm: LLM, small: Path, alone: LLM) -> None:
     go(llm, "tp")
     for ask in (llm.switch, llm.engine.request_switch, lambda name: llm.generate([[5]], switches={0: name})):
-        with pytest.raises(LayoutError, match=r"layout 'pp' is not among the allowed layouts tp, dp, cp, dop"):
+        with pytest.raises(LayoutError, match=r"unknown layout 'pp'; choose one of tp, dp, cp, dop"):
             ask("pp")
         drive(llm)
     with pytest.raises(LayoutError, match="layout 'dop' is not among the allowed layouts tp"):
@@ -239,7 +239,7 @@ def test_what_is_no_list_of_prompts(llm: LLM) -> None:
     for prompts in (None, 5, b"ab", {"prompt": [5]}, iter([[5]])):
         with pytest.raises(RequestError, match="prompts must be text, token ids, or a list of these; got"):
             llm.generate(prompts)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="a prompt must be text or a list of token ids; got int 5"):
+    with pytest.raises(RequestError, match="logits are of a list of token ids; got int 5"):
         llm.logits(5)  # type: ignore[arg-type]
     assert_all_free(llm)
 

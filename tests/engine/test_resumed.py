@@ -102,3 +102,10 @@ def test_some_of_the_prompt_is_the_prompt(llm: LLM) -> None:
             llm.engine.add_request("x", [5], SamplingParams(), sample=sample)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"seed must be a whole number from 0 to \d+, got -3"):
         llm.engine.add_request("x", [5], SamplingParams(), seed=-3)
+
+
+def test_a_text_is_not_resumed_since_it_may_be_cut_into_other_tokens(llm: LLM) -> None:
+    with pytest.raises(
+        RequestError, match="resumed_tokens 2 counts token ids at the end of the prompt: send the prompt"
+    ):
+        llm.generate("a text", SamplingParams(resumed_tokens=2))

@@ -379,7 +379,7 @@ def test_a_damaged_config_file_is_named(tmp_path: Path, content: bytes, words: s
 
 
 def test_an_absent_config_file_is_named(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(No such file .*\). Check that it"):
+    with pytest.raises(CheckpointError, match=r"there is no config.json in it. Give the folder that holds it"):
         read_model_config(tmp_path)
 
 
@@ -395,3 +395,21 @@ def test_oracle_configs_are_read(oracles: Path, name: str, dtype: str, rope: str
     cfg = read_model_config(oracles / name)
     assert (cfg.dtype, cfg.rope.type, cfg.num_layers) == (dtype, rope, 3)
     assert cfg.num_nextn_predict_layers == (1 if name == "ds3_yarn_mtp" else 0)
+
+
+def test_what_is_no_checkpoint_folder_says_what_to_give(tmp_path: Path):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint org/name does not exist. Give the folder .* nothing is download"
+    ):
+        read_model_config(Path("org/name"))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"checkpoint .*file is a file\. Give the folder that holds config\.json"):
+        read_model_config(tmp_path / "file")
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    write(snapshot, HF5)
+    with pytest.raises(
+        CheckpointError, match=r"there is no config.json in it. It is a hub's cache: give .*snapshots/abc\."
+    ):
+        read_model_config(tmp_path / "models--org--name")
+    assert read_model_config(snapshot) == read(HF5)

@@ -86,6 +86,11 @@ class Engine:
         return self.pool if self._spreading is None else self._spreading.twin
 
     @property
+    def _pools(self) -> tuple[PagePool, ...]:
+        """The pools that `_pages` is of."""
+        return (self.pool,) if self._spreading is None else (self._spreading.twin.src, self._spreading.twin.dst)
+
+    @property
     def max_model_len(self) -> int:
         return self.blueprint.shapes.max_model_len
 
@@ -183,27 +188,17 @@ class Engine:
         """Dispatch one step and read the one before it. Does nothing when nothing is to be done.
 
         What raises before the dispatch has changed nothing: the request that it is about ends with an error, or else
-        the step's switch is refused, or else the requests of the step end with an error; all others go on. Raises
-        `EngineFailed` when the step raises after that, and ever after: what it left cannot be trusted. Every request
-        has ended with an error then, and its pages are free. A keyboard interrupt is raised after the step, which it
-        leaves whole.
+        the step's switch is refused and the step made without it, or else its requests end with an error. All others
+        go on. Raises `EngineFailed` when the step raises after that, and ever after: what it left cannot be trusted.
+        Every request has ended with an error then, and its pages are free. A keyboard interrupt is raised after the
+        step, which it leaves whole.
         """
-        fault: BaseException | None = None
         with interrupts_held(), self._lock, own_settings():
             self.raise_if_failed()
-            attempt = Attempt(pool=self.pool)
             with self._or_fail():
-                try:
-                    ready = self._prepare(attempt)
-                except BaseException as error:
-                    if self._failed is not None:
-                        raise
-                    fault = error
-                    self._withdraw(attempt, error)
-                else:
-                    self._finish_step(ready)
-        if fault is not None and not isinstance(fault, Exception):
-            raise fault
+                interrupt = self._step()
+        if interrupt is not None:
+            raise interrupt
 
     def raise_if_failed(self) -> None:
         """Raise `EngineFailed` if a step has failed."""
@@ -218,8 +213,9 @@ class Engine:
             if request.status is not Status.FINISHED:
                 request.error = f"the engine failed: {error!r}"
                 self._finish(request, "error")
-        for name in self.pool.manifest().requests:  # of a request that was just being admitted
-            self._pages.release(name)
+        for pool in self._pools:
+            for name in pool.manifest().requests:  # of a request that was just being admitted
+                pool.release(name)
         self._fail_switches()
 
     def _fail_switches(self) -> None:
@@ -241,10 +237,25 @@ class Engine:
                 self.raise_if_failed()
             raise
 
-    def _prepare(self, attempt: Attempt) -> Ready | None:
+    def _step(self, asking: bool = True) -> BaseException | None:
+        """One step; the interrupt that kept it from its dispatch, if one did. `asking`: the policy is asked."""
+        attempt = Attempt(pool=self.pool)
+        try:
+            ready = self._prepare(attempt, asking)
+        except BaseException as error:
+            if self._failed is not None:
+                raise
+            again = self._withdraw(attempt, error)
+            interrupt = None if isinstance(error, Exception) else error
+        else:
+            self._finish_step(ready)
+            return None
+        return self._step(asking=False) if again else interrupt
+
+    def _prepare(self, attempt: Attempt, asking: bool) -> Ready | None:
         """All of a step but its dispatch; None where there is nothing to run. What it raises can be taken back."""
         self._apply_aborts(attempt)
-        chunk = None if self.pilot is None else self._steer(self.pilot)
+        chunk = None if self.pilot is None else self._steer(self.pilot) if asking else self.pilot.chunk
         attempt.switch = self._take_switch() if self._spreading is None else None
         if self._pending and self.scheduler.under_pressure(self._pages):
             with self._or_fail():
@@ -293,18 +304,19 @@ class Engine:
             expected=ready.expected,
         )  # fmt: skip
 
-    def _withdraw(self, attempt: Attempt, fault: BaseException) -> None:
-        """Take back a step that failed before its dispatch. Whoever is at fault ends; an interrupt is nobody's."""
+    def _withdraw(self, attempt: Attempt, fault: BaseException) -> bool:
+        """Take back a step that failed before its dispatch. Whoever is at fault ends; an interrupt is nobody's.
+
+        True where its switch was refused, so that the step may come without it.
+        """
         spreading, scheduler = self._spreading, self.scheduler
         about = attempt.about or scheduler.handling
         self.pool = attempt.pool
-        pools = (self.pool,) if spreading is None else (spreading.twin.src, spreading.twin.dst)
-        scheduler.withdraw(pools, attempt.schedule)
+        scheduler.withdraw(self._pools, attempt.schedule)
         if not isinstance(fault, Exception):
-            return
+            return False
         log.error("a step could not be prepared, and nothing has changed: %r", fault, exc_info=fault)
-        if self._pending is not None:
-            self._read_pending()
+        self._read_pending()
         refusable = attempt.switch is not None or (spreading is not None and spreading.spread.boundary == 0)
         if refusable and len(about) != 1:
             self._spreading = None
@@ -312,7 +324,7 @@ class Engine:
             refusal = SwitchRefused(f"switch {self.layout} -> {dst} was not begun, its step failed before: {fault!r}")
             refusal.__cause__ = fault
             future.set_exception(refusal)
-            return
+            return True
         if not about and attempt.schedule is not None:
             about = [chunk.request for chunk in attempt.schedule.chunks]
         about = about or scheduler.running or list(scheduler.waiting)[:1]
@@ -321,6 +333,7 @@ class Engine:
         for request in [request for request in about if request.status is not Status.FINISHED]:
             request.error = f"a step with this request could not be prepared: {fault!r}. The engine runs on."
             self._finish(request, "error")
+        return False
 
     def _steer(self, pilot: Pilot) -> int | None:
         """Ask the policy about the next step: its switch is queued. Returns the most prompt rows of the step."""

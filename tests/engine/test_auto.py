@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import splash_jax.engine.steps as steps_module
 from splash_jax import LLM
 from splash_jax.engine.pilot import Pilot, profile_of
 from splash_jax.errors import ConfigError, LayoutError, PolicyError
@@ -154,6 +156,29 @@ def test_a_policy_that_fails_ends_nobody(auto: LLM, monkeypatch: pytest.MonkeyPa
         auto.engine.take(request.name)
         assert (request.finish_reason, request.error, len(request.output_ids)) == ("length", None, 4)
     assert auto.layout == ("dop" if name == "finished" else "tp")
+    assert_all_free(auto)
+
+
+def test_a_switch_that_is_asked_for_before_every_step_and_always_fails_holds_up_nobody(
+    auto: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that it was refused in comes without it."""
+    auto.set_policy(pin="dop")
+    right, failed = steps_module.build_batch, []
+
+    def broken(shapes: Any, layout: Any, *rest: Any) -> Any:
+        if str(layout) == "dop":
+            failed.append(layout)
+            raise RuntimeError("no batch of dop")
+        return right(shapes, layout, *rest)
+
+    monkeypatch.setattr(steps_module, "build_batch", broken)
+    since = len(auto.records)
+    requests = [add(auto, tokens(9 + i, i), greedy(4)) for i in range(3)]
+    drive(auto)
+    for request in requests:
+        assert auto.engine.take(request.name)[0].finish_reason == "length" and request.error is None
+    assert len(failed) >= len(auto.records) - since - 1 > 2 and auto.layout == "tp"
     assert_all_free(auto)
 
 

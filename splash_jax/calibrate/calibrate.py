@@ -16,6 +16,7 @@ from splash_jax.cost import Hardware
 from splash_jax.engine import Engine, EngineConfig
 from splash_jax.engine.pilot import step_model
 from splash_jax.errors import ConfigError
+from splash_jax.runtime import own_settings
 
 Progress = Callable[[str, int, int], None]  # what, done, in all
 ROUNDS = 5
@@ -35,6 +36,7 @@ class Calibration:
         return self.fit.hardware
 
 
+@own_settings()
 def calibrate(
     model: Path, *, num_devices: int, layouts: tuple[str, ...] = ("tp", "dp", "cp", "dop"), name: str,
     dtype: str = "auto", max_num_seqs: int = 16, rounds: int = ROUNDS, progress: Progress | None = None,

@@ -1,7 +1,10 @@
 """A calibration on the devices that are here."""
 
+import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from splash_jax.calibrate import calibrate
@@ -24,6 +27,19 @@ def test_microbenchmarks_find_rates(ranks: int) -> None:
 def test_no_layouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layouts is empty; name at least one to measure"):
         calibrate(tmp_path, num_devices=1, layouts=(), name="x")
+
+
+def test_what_the_process_has_set_in_jax_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def engine(*args: object) -> None:
+        seen.append((jnp.asarray(1.0).dtype, jax.config.jax_disable_jit))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(sys.modules["splash_jax.calibrate.calibrate"], "Engine", engine)
+    with jax.enable_x64(True), jax.disable_jit(True), pytest.raises(ConfigError, match="seen"):
+        calibrate(tmp_path, num_devices=1, name="x")
+    assert seen == [(jnp.float32, False)]
 
 
 @pytest.mark.slow

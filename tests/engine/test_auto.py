@@ -223,7 +223,7 @@ def test_an_engine_without_a_policy_says_so(llm: LLM) -> None:
 
 
 def test_what_a_policy_cannot_be_told(auto: LLM, small: Path) -> None:
-    with pytest.raises(LayoutError, match="unknown layout .xp.; choose one of tp, dp"):
+    with pytest.raises(LayoutError, match=r"unknown layout .xp.; choose one of tp, dp"):
         auto.set_policy(pin="xp")
     with pytest.raises(PolicyError, match="a policy has no speed; it has rule, pin"):
         auto.set_policy(speed=3)

@@ -153,7 +153,6 @@ def _multiply(
         nth = nth0 + i
         slot = lax.rem(nth, kept.shape[0])
         plgpu.barrier_wait(kept_here.at[slot])
-        pl.when(i * TOKENS + TOKENS > tokens)(lambda: plgpu.barrier_arrive(last_here))
 
         @pl.when(nth > 0)
         def _() -> None:
@@ -178,6 +177,8 @@ def _multiply(
     def _block(i: jax.Array) -> None:
         make_logits(i)
         pl.when(i > 0)(lambda: add_values(i - 1))
+        # Not before: of two such blocks the second would complete a phase that nobody has seen the end of.
+        pl.when(i * TOKENS + TOKENS > tokens)(lambda: plgpu.barrier_arrive(last_here))
 
     add_values(blocks - 1)
 

@@ -81,7 +81,8 @@ def csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str,
         try:
             first = [name.strip() for name in next(reader, [])]
             header = [named.get(name.casefold(), name) for name in first]
-            if not set(needed) <= set(header) or len(set(header)) < len(header):
+            named_twice = [name for name in header if name and header.count(name) > 1]
+            if not set(needed) <= set(header) or named_twice:
                 raise ConfigError(
                     f"{path}: line 1 has columns {first}; needed are {', '.join(needed)}, each once, between commas."
                 )

@@ -47,7 +47,9 @@ class Table:
 def read_table(path: Path) -> Table:
     """A CSV file with columns `input_len`, `B` and one per layout; `sweep` is read over. Raises ConfigError."""
     lines = list(csv_rows(path, ("input_len", "B")))
-    columns = list(lines[0][1]) if lines else []
+    if not lines:
+        raise ConfigError(f"{path}: has no rows.")
+    columns = list(lines[0][1])
     layouts = tuple(c for c in columns if c not in ("sweep", "input_len", "B"))
     if len(layouts) < 2:
         raise ConfigError(f"{path}: has columns {columns}; needed are input_len, B and two layouts or more.")

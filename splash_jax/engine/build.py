@@ -41,7 +41,7 @@ from splash_jax.ownership import (
 )
 from splash_jax.ownership.footprint import IN_TRANSIT
 from splash_jax.ownership.plan import weight_move
-from splash_jax.platforms import cpu_has_bfloat16, on_cpu
+from splash_jax.platforms import cpu_has_bfloat16
 from splash_jax.runtime import (
     DeviceState,
     Programs,
@@ -116,8 +116,10 @@ class Blueprint:
                 continue
             modes = self.config.switch_modes
             if self.config.debug_checks:
-                parts = cut_route(route, self.config.spread_parts)
-                yield from (SwitchCheckKey(route=one) for one in (route, parts[1]) if sum(map_widths(one)))
+                _, part = cut_route(route, self.config.spread_parts)
+                spread, whole = SwitchMode.SPREAD in modes, set(modes) - {SwitchMode.SPREAD}
+                checked = [*([route] if whole else ()), *([part] if spread else ())]
+                yield from (SwitchCheckKey(route=one) for one in checked if sum(map_widths(one)))
             if SwitchMode.SPLASH in modes or SwitchMode.BLOCKING in modes:
                 yield SwitchKey(route=route)
                 if route.in_rounds:
@@ -149,8 +151,7 @@ def draw_up(
     ):  # fmt: skip
         if size > model.max_position_embeddings:
             raise ConfigError(f"{name} {size} is more than the model's context of {model.max_position_embeddings}.")
-    cpu = device_kind == CPU if device_kind else on_cpu()
-    dtype = served_dtype(config.dtype, serving_dtype(model, config.dtype), cpu=cpu)
+    dtype = served_dtype(config.dtype, serving_dtype(model, config.dtype), cpu=device_kind == CPU)
     width = model.kv_lora_rank + model.qk_rope_head_dim
     kv = KVShape(
         page_size=config.block_size,
@@ -219,7 +220,8 @@ def draw_up(
 def served_dtype(asked: str, stored: str, *, cpu: bool) -> str:
     """What weights and histories are served in: `asked`, or for "auto" the checkpoint's own dtype, where that is fast.
 
-    A CPU without bfloat16 instructions serves a bfloat16 checkpoint in float32 (docs/decisions/0010-dtypes.md).
+    A CPU without bfloat16 instructions serves a bfloat16 checkpoint in float32 (docs/decisions/0010-dtypes.md). `cpu`:
+    the devices are there, and are CPUs; plans for machines that are not here keep to the checkpoint.
     """
     if asked != AUTO_DTYPE:
         return asked

@@ -37,7 +37,7 @@ class EngineConfig:
     switch_modes: tuple[str, ...] = ("splash", "blocking")  # ways to switch; programs are compiled for these
     spread_layers: int = 1  # layers that a spread switch moves per step
     spread_parts: int = 4  # parts that each of them moves in, each beside another layer
-    dtype: str = "auto"  # "float32", "bfloat16"; "auto": the checkpoint's, but float32 on CPUs without bfloat16
+    dtype: str = "auto"  # "float32", "bfloat16"; "auto": the checkpoint's, or see decision 0010
     attention_backend: str = "auto"  # "gpu": Pallas kernels; "xla"; "auto": kernels on the GPUs that they are tuned for
     max_model_len: int | None = None  # None: the model's own context
     max_num_seqs: int = 16
@@ -58,9 +58,7 @@ class EngineConfig:
     decision_log: str | Path | None = None  # of layout "auto": every decision, a line of JSON each; begun anew
     compilation_cache_dir: str | Path | None = DEFAULT_CACHE_DIR  # unless JAX has one; None: as JAX has it
     skip_tokenizer_init: bool = False
-    debug_checks: bool = (
-        False  # check every index of a step and a switch on the devices before it runs: slower, for tests
-    )
+    debug_checks: bool = False  # check all indices of steps and switches on the devices first: slow, for tests
 
     def __post_init__(self) -> None:
         for one in fields(self):

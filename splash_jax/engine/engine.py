@@ -305,7 +305,7 @@ class Engine:
         )  # fmt: skip
 
     def _withdraw(self, attempt: Attempt, fault: BaseException) -> bool:
-        """Take back a step that failed before its dispatch. Whoever is at fault ends; an interrupt is nobody's.
+        """Take back a step that failed before its dispatch. The request at fault ends; an interrupt ends none.
 
         True where its switch was refused, so that the step may come without it.
         """
@@ -328,7 +328,7 @@ class Engine:
         if not about and attempt.schedule is not None:
             about = [chunk.request for chunk in attempt.schedule.chunks]
         about = about or scheduler.running or list(scheduler.waiting)[:1]
-        if not about:  # nobody to end: it would only come again
+        if not about:  # no request to end: the fault would repeat
             raise fault
         for request in [request for request in about if request.status is not Status.FINISHED]:
             request.error = f"a step with this request could not be prepared: {fault!r}. The engine runs on."
@@ -385,18 +385,25 @@ class Engine:
         """The next switch that can be made; the page pool is as after it, and its order the first of the queue."""
         while self._switches:
             dst, mode, future = self._switches[0]
-            if future.running() or future.set_running_or_notify_cancel():  # running: taken by a step that was withdrawn
-                try:
-                    if dst != self.layout:
-                        return self._begin_switch(dst, mode)
-                    future.set_result(self.plan(dst))
-                except SplashError as refusal:
-                    future.set_exception(refusal)
-                except Exception as error:
-                    refusal = SwitchRefused(f"switch {self.layout} -> {dst} could not be prepared: {error!r}")
-                    refusal.__cause__ = error
-                    future.set_exception(refusal)
-            self._switches.popleft()
+            if future.done() or not (future.running() or future.set_running_or_notify_cancel()):
+                self._switches.popleft()
+                continue
+            refusal: Exception | None = None  # running already: taken by a step that was withdrawn
+            plan: SwitchPlan | None = None
+            try:
+                if dst != self.layout:
+                    return self._begin_switch(dst, mode)
+                plan = self.plan(dst)
+            except SplashError as error:
+                refusal = error
+            except Exception as error:
+                refusal = SwitchRefused(f"switch {self.layout} -> {dst} could not be prepared: {error!r}")
+                refusal.__cause__ = error
+            self._switches.popleft()  # before it is answered: what a callback raises finds it gone
+            if refusal is not None:
+                future.set_exception(refusal)
+            elif plan is not None:
+                future.set_result(plan)
         return None
 
     def _begin_switch(self, dst: Layout, mode: SwitchMode) -> Switch | None:

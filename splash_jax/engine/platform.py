@@ -40,7 +40,7 @@ def prepare_platform(num_devices: int) -> None:
             jax.config.update(NUM_CPU_DEVICES, num_devices)
     except RuntimeError:
         log.debug("devices exist already; their number stays")
-    told, wide = _nproc(), _nproc() or os.cpu_count() or 1
+    told, wide = _nproc(), _nproc() or _cores()
     room, need = threads(), 2 * wide + MORE_THREADS
     if room.limit < need:
         raise ConfigError(
@@ -53,6 +53,11 @@ def prepare_platform(num_devices: int) -> None:
             "several virtual CPU devices can deadlock in this JAX: set NPROC=32 in the environment before JAX starts.",
             stacklevel=3,
         )
+
+
+def _cores() -> int:
+    """Cores that XLA counts: those that the process is bound to, whatever share of their time it may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _nproc() -> int:

@@ -55,15 +55,16 @@ def check_state(state: Any) -> None:
         _check_pool(f"pools[{i}]", pool, state)
     seen: dict[tuple[str, int], str] = {}
     for name, arrays in donated.items():
-        for array in jax.tree.leaves(arrays):
+        for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+            leaf = name + jax.tree_util.keystr(path)
             if array.is_deleted():
-                raise ConfigError(f"{name} was deleted or donated before; make it anew.")
+                raise ConfigError(f"{leaf} was deleted or donated before; make it anew.")
             for shard in array.addressable_shards:
                 if not shard.data.nbytes:
                     continue
                 place = str(shard.device), shard.data.unsafe_buffer_pointer()
-                if (other := seen.setdefault(place, name)) != name:
-                    raise ConfigError(f"{name} and {other} are one buffer, and steps donate both; give each its own.")
+                if (other := seen.setdefault(place, leaf)) != leaf:
+                    raise ConfigError(f"{leaf} and {other} are one buffer, and steps donate both; give each its own.")
 
 
 def _check_pool(name: str, pool: jax.Array, state: Any) -> None:
@@ -147,7 +148,7 @@ def _bad_settings(shapes: Shapes, floats: jax.Array, ints: jax.Array) -> jax.Arr
     i = {name: ints[:, k] for k, name in enumerate(INT_FIELDS)}
     banned = ints[:, len(INT_FIELDS) : len(INT_FIELDS) + MAX_STOP_IDS]
     bad = ~jnp.isfinite(floats).all(1) | (f["temperature"] < 0) | (f["repetition"] <= 0)
-    bad |= (f["top_p"] <= 0) | (f["top_p"] > 1) | (f["min_p"] < 0) | (f["min_p"] > 1)
+    bad |= (f["top_p"] < 0) | (f["top_p"] > 1) | (f["min_p"] < 0) | (f["min_p"] > 1)
     bad |= outside(i["slot"], 0, shapes.slots + 1) | outside(i["top_logprobs"], 0, MAX_TOP_LOGPROBS + 1)
     bad |= (i["top_k"] < 0) | (i["sample"] < 0) | (i["token"] < 0)
     return jnp.sum(bad | outside(banned, -1, shapes.model.vocab_size).any(1))

@@ -84,7 +84,7 @@ def prepare_step(
     programs: Programs, state: DeviceState, bucket: Bucket, batch: Batch, *, score: bool = False,
     switch: Switch | None = None,
 ) -> Callable[[], Results]:  # fmt: skip
-    """What of `run_step` changes nothing: its programs looked up, or compiled, and its batch sent to the devices.
+    """Look up or compile a step's programs and send its batch to the devices.
 
     What this raises has left `state` as it was. Calling what it returns, once, dispatches the step.
     """

@@ -10,7 +10,7 @@ from pallas_kernels.page_move import gather_pages, scatter_pages
 def take(pool: jax.Array, slots: jax.Array, *, kernels: bool) -> jax.Array:
     """[N, ...] of a pool [P, ...] at slots i32[N]; zero where a slot lies outside [0, P)."""
     if kernels and slots.size:
-        with suppress(NotImplementedError):  # more words than the kernel counts
+        with suppress(NotImplementedError):  # more elements than the kernel counts
             return gather_pages(pool, slots, backend="triton")
     return pool.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 

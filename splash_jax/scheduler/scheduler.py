@@ -56,8 +56,11 @@ class Waiting(NamedTuple):
     what: str  # "slots", "prompt rows" or "pages": what it lacks
     short: int  # by how many
     rank: int | None = None  # of pages: where; of both layouts' ranks, the source's first, while a switch is spread
+    gave_to: str | None = None  # of a preempted one: the request that lacked so many pages
 
     def __str__(self) -> str:
+        if self.gave_to is not None:
+            return f"request {self.request.name} gave its pages to {self.gave_to}"
         where = "" if self.rank is None else f" on rank {self.rank}"
         return f"request {self.request.name} lacks {self.short} {self.what}{where}"
 
@@ -77,7 +80,7 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first
         self.begun = Begun()
         self.waiting_for: Waiting | None = None  # as of the last step; None where nobody waits
-        self.handling: list[Request] = []  # whose rows are being chosen, for who asks why that failed
+        self.handling: list[Request] = []  # requests whose rows are being chosen; read after a fault
 
     @property
     def unfinished(self) -> bool:
@@ -118,7 +121,7 @@ class Scheduler:
                 continue
             while request.status is Status.RUNNING and (short := pool.shortfall(request.name, request.computed + 1)):
                 preempted.append(self._preempt_youngest(pool, request))
-                self.waiting_for = Waiting(preempted[-1], "pages", short)
+                self.waiting_for = Waiting(preempted[-1], "pages", short, gave_to=request.name)
             if request.status is Status.RUNNING:
                 step.take(request, 1, draws=True)
         for request in prompts:
@@ -135,8 +138,8 @@ class Scheduler:
     def withdraw(self, pools: Sequence[PagePool], schedule: Schedule | None) -> None:
         """Take back a step that will not be dispatched, `schedule` as far as it was chosen.
 
-        `pools` hold histories as the devices do. Whoever runs and is not in them waits again, and they keep pages of
-        nobody else. Pages and slots that a request was given stay its own: the next step finds them there.
+        `pools` hold histories as the devices do. Running requests that are not in them wait again; pages of all others
+        are freed. Pages and slots that a request was given stay its own: the next step finds them there.
         """
         self.handling = []
         self.waiting = deque(request for request in self.waiting if request not in self.running)
@@ -149,6 +152,11 @@ class Scheduler:
         for pool in pools:
             for name in set(pool.manifest().requests) - running:
                 pool.release(name)
+        for request in self.waiting:
+            request.status, request.computed, request.slot = Status.WAITING, 0, -1
+        taken = {request.slot for request in self.running}
+        self._slots = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
+        self.waiting_for = None
         if schedule is not None:
             self.begun = self.begun.plus(draws=-sum(chunk.draws for chunk in schedule.chunks))
 
@@ -251,10 +259,11 @@ class Scheduler:
         """Put the youngest request that shares a rank with `needy` back at the head of the queue."""
         ranks = set(pool.holders(needy.name))
         victim = next(r for r in reversed(self.running) if ranks & set(pool.holders(r.name)))
-        self._evict(pool, victim)
-        victim.status, victim.computed = Status.WAITING, 0
         victim.preemptions += 1
-        self.waiting.appendleft(victim)
+        victim.computed = 0
+        self.waiting.appendleft(victim)  # before it leaves: whatever interrupts this, it is in one of both
+        self._evict(pool, victim)
+        victim.status = Status.WAITING
         return victim
 
     def _evict(self, pool: Pool, request: Request) -> None:

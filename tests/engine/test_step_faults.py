@@ -137,8 +137,8 @@ def test_a_fault_before_a_plain_step(
         raised = once(patch, place, name, Broken(stage), when)
         it.step_in()
     assert raised
-    ended = {"all": [r for r in (*it.early, it.late) if r.status is Status.FINISHED], "late": [it.late]}[whose]
-    assert ended[:2] == it.early or ended == [it.late]
+    ended = [r for r in (*it.early, it.late) if r.status is Status.FINISHED]
+    assert ended == [it.late] if whose == "late" else ended[:2] == it.early
     it.end(ended, alone_outputs, f"Broken('{stage}')")
 
 
@@ -373,3 +373,46 @@ def test_a_dispatch_asks_for_no_program_that_was_not_looked_up_before(
             it.logits(FIRST, switches={0: it.layout})
         assert_all_free(it)
     assert calls > 100
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_in_a_preemption_costs_no_token(alone: LLM, monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
+    """Between giving pages back and leaving the running, and right after: it is queued, and begins from its start."""
+    engine = alone.engine
+    whole, leave, interrupted = engine.pool, Scheduler._leave, []
+
+    def broken(self: Scheduler, request: Request) -> None:
+        if after:
+            leave(self, request)
+        if not interrupted and request.status is Status.RUNNING and not request.finish_reason:
+            interrupted.append(request)
+            raise KeyboardInterrupt
+        if not after:
+            leave(self, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "pool", PagePool(whole.layout, whole.kv, 20))
+        requests = [add(alone, tokens(12, i), greedy(40)) for i in range(3)]
+        patch.setattr(Scheduler, "_leave", broken)
+        with pytest.raises(KeyboardInterrupt):
+            drive(alone)
+        assert [request.preemptions for request in interrupted] == [1]
+        drive(alone)
+        assert_all_free(alone)
+    for request in requests:
+        engine.take(request.name)
+        want = alone.generate([request.prompt_ids], greedy(40))[0].outputs[0].token_ids
+        assert tuple(request.output_ids) == want and request.finish_reason == "length"
+
+
+def test_a_callback_that_interrupts_leaves_no_answered_switch_behind(llm: LLM) -> None:
+    def interrupt(future: Any) -> None:
+        raise KeyboardInterrupt
+
+    go(llm, "tp").engine.request_switch("tp").add_done_callback(interrupt)
+    late = add(llm, tokens(5, 1), greedy(4))
+    with pytest.raises(KeyboardInterrupt):
+        drive(llm)
+    drive(llm)
+    assert late.finish_reason == "length" and not late.error
+    llm.engine.take(late.name)

@@ -98,6 +98,7 @@ FAULTS: dict[str, list[Callable[[Batch, Local], Any]]] = {
     "sampling settings outside their range": [
         lambda b, here: put(b.floats, (0, 0), np.nan),
         lambda b, here: put(b.floats, (0, 1), 1.5),
+        lambda b, here: put(b.floats, (0, 1), -0.1),
         lambda b, here: put(b.ints, (0, 0), 5),
         lambda b, here: put(b.ints, (0, 8), MODEL.vocab_size),
     ],
@@ -194,10 +195,11 @@ def test_one_buffer_for_two_layers_is_refused():
     ):
         state(pools=[good.pools[0]] * 2)
     layers = good.weights["layers"]
-    with pytest.raises(
-        ConfigError, match=r"moving weights of layer 1 and the moving weights of layer 0 are one buffer"
-    ):
+    with pytest.raises(ConfigError, match=r"layer 1\['q_b'\] and .* layer 0\['q_b'\] are one buffer"):
         state(weights={"layers": [layers[0], layers[0]]})
+    twice = {"moved": layers[0]["moved"] | {"o": layers[0]["moved"]["q_b"]}}
+    with pytest.raises(ConfigError, match=r"layer 0\['q_b'\] and .* layer 0\['o'\] are one buffer"):
+        state(weights={"layers": [twice, layers[1]]})
 
 
 def test_a_state_that_cannot_be_stepped_is_refused():

@@ -356,7 +356,7 @@ def test_a_preempted_request_waits_for_pages():
     loop.add(make_request("old", 8, new=12), make_request("young", 8, new=12))
     while not loop.steps or not loop.steps[-1].preempted:
         loop.step()
-    assert str(loop.scheduler.waiting_for) == "request young lacks 1 pages"
+    assert str(loop.scheduler.waiting_for) == "request young gave its pages to old"
 
 
 def test_a_step_that_is_withdrawn_leaves_queue_and_pool_as_they_agree():

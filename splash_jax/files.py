@@ -1,6 +1,7 @@
 """Files as people hand them over and ask for them: text read alike everywhere, results written whole or not at all."""
 
 import csv
+import errno
 import gzip
 import io
 import os
@@ -8,7 +9,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,12 +67,17 @@ def written(path: Path) -> Iterator[Path]:
     no new file, is written in place.
     """
     try:
-        with _beside(Path(os.path.realpath(path))) as made:
+        with nullcontext(path) if _in_place(path) else _beside(Path(os.path.realpath(path))) as made:
             yield made
     except OSError as error:
         if error.filename is None and error.errno is not None:  # of a write, which does not say where
             error.filename = str(path)
         raise
+
+
+def _in_place(path: Path) -> bool:
+    """Whether a target is a device or a pipe, a process's anonymous one too, whose real path is no file's."""
+    return path.exists() and not path.is_file()
 
 
 @contextmanager
@@ -120,6 +126,10 @@ def check_target(path: Path | None) -> None:
             raise ConfigError(f"{path} is a folder; name a file in it.")
         if not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent}; make it first.")
+        if _in_place(path):  # opening a pipe would end who reads it
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
         target = Path(os.path.realpath(path))
         if target.exists():
             target.open("ab").close()

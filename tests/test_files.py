@@ -3,6 +3,7 @@
 import gzip
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,21 @@ def test_a_folder_that_is_gone_takes_no_file(tmp_path, monkeypatch):
 def test_a_config_with_a_byte_order_mark_is_read_like_one_without(tmp_path):
     (tmp_path / "config.json").write_text('\ufeff{"model_type": "a\u2028b"}\r\n', encoding="utf-8")
     assert read_json(tmp_path / "config.json") == {"model_type": "a\u2028b"}
+
+
+def test_a_pipe_is_written_in_place_and_not_opened_before(tmp_path: Path):
+    """A named one, whose reader would leave at an end of file, and an anonymous one by its number."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
+    found: list[str] = []
+    reader.start()
+    check_target(pipe)
+    write_text(pipe, "named")
+    reader.join(20)
+    read, write = os.pipe()
+    check_target(Path(f"/dev/fd/{write}"))
+    write_text(Path(f"/dev/fd/{write}"), "anonymous")
+    os.close(write)
+    with os.fdopen(read) as end:
+        assert (found, end.read()) == (["named"], "anonymous")

@@ -196,7 +196,7 @@ def mesh_ranks(mesh: Mapping[str, int] | None) -> int:
     if not isinstance(mesh, Mapping):
         raise ConfigError(f"mesh must map axes to sizes, like {{'node': 2, 'chip': 4}}; got {mesh!r}.")
     for axis, size in mesh.items():
-        if not isinstance(axis, str) or not axis.isidentifier():
+        if not isinstance(axis, str) or not axis.isidentifier() or not axis.isascii():  # XLA aborts on others
             raise ConfigError(f"mesh axes are named by words, such as 'node'; got {axis!r}.")
         _positive(f"mesh axis {axis!r}", plain(size))
     return math.prod(map(plain, mesh.values()))

@@ -36,6 +36,7 @@ from splash_jax.scheduler import Chunk, Request, SamplingParams, Scheduler, Stat
 from splash_jax.scheduler import Switch as Steered
 
 log = logging.getLogger("splash_jax")
+MOST_FUTILE = 3  # steps in a row that may fail with no request to end: then each later one would, too
 
 
 class Engine:
@@ -71,6 +72,7 @@ class Engine:
         self._lock = threading.RLock()
         self._read_at = 0.0
         self._count = 0
+        self._futile = 0  # steps since the last dispatch that failed with no request to end
         self.preemptions = 0
         self._failed: BaseException | None = None
         self._unseeded = np.random.default_rng(config.seed)
@@ -291,6 +293,7 @@ class Engine:
         for reset in ready.resets:
             self.state.sampler = reset.program(self.state.sampler, reset.slot, reset.counts)
         results = ready.dispatch()
+        self._futile = 0
         self._count += 1
         for chunk in ready.schedule.chunks:
             chunk.request.computed += chunk.rows
@@ -328,8 +331,11 @@ class Engine:
         if not about and attempt.schedule is not None:
             about = [chunk.request for chunk in attempt.schedule.chunks]
         about = about or scheduler.running or list(scheduler.waiting)[:1]
-        if not about:  # no request to end: the fault would repeat
-            raise fault
+        if not about:  # no request to end
+            self._futile += 1
+            if self._futile == MOST_FUTILE:
+                raise fault
+            return False
         for request in [request for request in about if request.status is not Status.FINISHED]:
             request.error = f"a step with this request could not be prepared: {fault!r}. The engine runs on."
             self._finish(request, "error")

@@ -22,6 +22,7 @@ from splash_jax.runtime.transfer import Route
 STEP_CHECKS = (
     "token ids outside the vocabulary",
     "request slots outside the engine's",
+    "request slots that two sampled rows share",
     "positions outside the context",
     "rows that are written outside the pool",
     "rows that are written where another one is",
@@ -89,9 +90,11 @@ def step_faults(shapes: Shapes, layout: Layout, bucket: Bucket, pages: int, inpu
     row = np.arange(bucket.rows)
     sequence = np.where(row < bucket.decode, row, bucket.decode + (row - bucket.decode) // max(bucket.tile, 1))
     own = (here.pages[sequence] == (here.write // page)[:, None]) & used[sequence]
+    sampled = jax.lax.all_gather(ints[:, 0], layout.axis_names, tiled=True)
     counts = (
         jnp.sum(outside(rows[0], -1, shapes.model.vocab_size) & (rows[2] >= 0)),
         jnp.sum(outside(rows[1], 0, shapes.slots)),
+        _repeated(jnp.where(sampled < shapes.slots, sampled, -1)),
         jnp.sum(outside(rows[2], -1, shapes.max_model_len)),
         jnp.sum(written & outside(here.write, 0, pages * page)),
         _repeated(jnp.where(written, here.write, -1)),

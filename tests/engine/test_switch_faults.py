@@ -11,6 +11,7 @@ import splash_jax.engine.engine as engine_module
 import splash_jax.runtime.switch as switch_module
 from splash_jax import LLM, RequestOutput
 from splash_jax.engine.build import load_state, open_checkpoint
+from splash_jax.engine.engine import MOST_FUTILE
 from splash_jax.errors import EngineFailed, SwitchRefused
 from splash_jax.kv import PagePool
 from splash_jax.runtime import Programs, SwitchKey
@@ -215,7 +216,7 @@ def test_a_fault_while_results_are_read_under_pressure_ends_every_request(
 def test_a_fault_before_a_dispatch_that_is_nobodys_ends_the_engine(
     twin: Callable[[int, str], LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no request to end and no switch to refuse, every later step would fail alike, for ever."""
+    """With no request to end and no switch to refuse: the third in a row, as every later step would fail alike."""
     llm = go(twin(0, "never"), "tp")
     request = add(llm, PROMPTS[3], greedy(30))
     llm.engine.step()
@@ -224,10 +225,31 @@ def test_a_fault_before_a_dispatch_that_is_nobodys_ends_the_engine(
     def failing(*args: Any) -> bool:
         raise Broken("layer 0 of nobody")
 
-    monkeypatch.setattr(Scheduler, "under_pressure", failing)
+    monkeypatch.setattr(Scheduler, "schedule", failing)
+    for _ in range(MOST_FUTILE - 1):
+        llm.engine.step()
     with pytest.raises(EngineFailed, match="layer 0 of nobody"):
         llm.engine.step()
     assert_failed_clearly(llm)
+
+
+def test_a_fault_in_the_step_that_only_reads_costs_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tokens are read, so the request is done; nobody is left to end."""
+    it = go(llm, "tp")
+    want = it.generate([PROMPTS[3]], greedy(3))[0].outputs[0].token_ids
+    schedule, calls = Scheduler.schedule, []
+
+    def broken(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 4:
+            raise Broken("nobody's")
+        return schedule(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", broken)
+        assert it.generate([PROMPTS[3]], greedy(3))[0].outputs[0].token_ids == want
+    assert len(calls) >= 4
+    assert it.generate([PROMPTS[3]], greedy(3))[0].outputs[0].token_ids == want
 
 
 EARLY = {  # what fails, before any state is touched

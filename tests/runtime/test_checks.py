@@ -76,6 +76,11 @@ FAULTS: dict[str, list[Callable[[Batch, Local], Any]]] = {
         lambda b, here: put(b.rows, (0, 2), -2),
     ],
     "request slots outside the engine's": [lambda b, here: put(b.rows, (1, 0), 4)],
+    "request slots that two sampled rows share": [
+        lambda b, here: put(
+            b.ints, (np.flatnonzero(b.ints[:, 0] < 4)[1], 0), b.ints[np.flatnonzero(b.ints[:, 0] < 4)[0], 0]
+        )
+    ],
     "positions outside the context": [lambda b, here: put(b.rows, (2, 0), 32)],
     "rows that are written outside the pool": [
         lambda b, here: put(here.write, written(here)[0], PAGES * PAGE),

@@ -59,7 +59,7 @@ class Engine:
             self.blueprint, self.programs, self.state = build(config, progress, model)
         self.config, self.model = config, self.blueprint.model
         self.pool = PagePool(self.state.layout, self.blueprint.shapes.kv, self.state.pages)
-        self.scheduler = Scheduler(config.max_num_seqs, lambda layout: self.blueprint.buckets[layout])
+        self.scheduler = Scheduler(config.max_num_seqs, self.blueprint.buckets.__getitem__)
         self._steps = Steps(self.blueprint, self.programs, self.state, self.scheduler)
         self.pilot = None if hardware is None else Pilot(self.blueprint, hardware)
         self.records = Records()

@@ -1,7 +1,10 @@
 """S04: whatever way a request ends, its pages and slot come back and nothing of it is kept."""
 
+import gc
 import random
+import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ from splash_jax import LLM, SamplingParams
 from splash_jax.errors import RequestError
 from splash_jax.scheduler import Request, Status
 from tests.engine.conftest import Ballast, add, drive, go, greedy, tokens
-from tests.support import EACH_LAYOUT, assert_all_free
+from tests.support import EACH_LAYOUT, assert_all_free, make_llm
 
 EXITS = ("length", "stop id", "queued", "between chunks", "decoding", "preempted", "refused")
 
@@ -127,3 +130,17 @@ def test_aborting_nobody_does_nothing(llm: LLM) -> None:
     drive(llm)
     llm.engine.take(done.name)
     assert done.finish_reason == "length"
+
+
+def test_an_engine_that_nobody_holds_is_gone_at_once(small: Path) -> None:
+    """Its arrays are as large as the model: they must not wait for the garbage collector."""
+    llm = make_llm(small, num_devices=1, layouts=("tp",))
+    llm.generate([[5, 6]], greedy(2))
+    engine = weakref.ref(llm.engine)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert engine() is None
+    finally:
+        gc.enable()
